@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.client.scripted_inference import ScriptedServer, delta, finished, started
+
 REPOSITORY = Path(__file__).parents[2]
 FAKE_SERVICES = Path(__file__).with_name("fake_services")
 BOUND_S = 20.0
@@ -23,6 +25,15 @@ def fake_services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for directory in ("tiny", "head"):  # services look for them and never read them
         (tmp_path / directory).mkdir()
         (tmp_path / directory / "config.json").touch()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    """A decode service that answers "Hello" in two parts."""
+    server = ScriptedServer()
+    server.inference.script = [started(), delta([5], "Hel"), delta([6], "lo"), finished(num_completion_tokens=2)]
+    yield server
+    server.stop()
 
 
 @pytest.fixture(autouse=True)

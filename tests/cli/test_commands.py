@@ -25,14 +25,6 @@ from baton.v1 import types_pb2
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
 
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    server.inference.script = [started(), delta([5], "Hel"), delta([6], "lo"), finished(num_completion_tokens=2)]
-    yield server
-    server.stop()
-
-
 def run(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(app, arguments, input=stdin)
 

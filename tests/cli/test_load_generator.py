@@ -71,15 +71,12 @@ def test_prompts_repeat_with_their_seed_only() -> None:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[ScriptedServer, AsyncClient]]:
-    server = ScriptedServer()
+async def client(server: ScriptedServer) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(server.address) as client:
-        yield server, client
-    server.stop()
+        yield client
 
 
-async def test_every_request_is_sent_once_with_fixed_lengths(served: tuple[ScriptedServer, AsyncClient]) -> None:
-    server, client = served
+async def test_every_request_is_sent_once_with_fixed_lengths(server: ScriptedServer, client: AsyncClient) -> None:
     server.inference.script = [started(), delta([1], "a"), delta([2, 3], "b"), finished(num_completion_tokens=3)]
     workload = Workload(concurrency=2, num_requests=5, num_prompt_tokens=4, num_new_tokens=3)
     ticks = itertools.count()
@@ -92,15 +89,13 @@ async def test_every_request_is_sent_once_with_fixed_lengths(served: tuple[Scrip
     assert {(request.sampling.max_tokens, request.sampling.ignore_eos) for request in requests} == {(3, True)}
 
 
-async def test_a_failed_request_is_a_record(served: tuple[ScriptedServer, AsyncClient]) -> None:
-    server, client = served
+async def test_a_failed_request_is_a_record(server: ScriptedServer, client: AsyncClient) -> None:
     server.inference.script = [started(), failure(14, "no prefill")]
     records = await run_workload([client], WORKLOAD, vocab_size=1000)
     assert [type(record.error) for record in records] == [Unavailable, Unavailable]
 
 
-def test_bench_reports_every_concurrency(served: tuple[ScriptedServer, AsyncClient]) -> None:
-    server, _ = served
+def test_bench_reports_every_concurrency(server: ScriptedServer) -> None:
     server.inference.script = [started(), delta([1], "a"), delta([2], "b"), finished(num_completion_tokens=2)]
     arguments = ["bench", "--address", server.address, "--concurrency", "1,3", "--new-tokens", "2"]
     result = CliRunner().invoke(app, [*arguments, "--json"])

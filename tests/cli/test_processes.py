@@ -432,19 +432,16 @@ def test_bench_starts_its_own_pair_and_stops_it(command: Callable[..., Command])
     assert (lines[-1]["report"]["num_tokens"], lines[-1]["report"]["kv_bytes"]) == (8, 2000)
 
 
-def test_interrupting_generate_cancels_the_call() -> None:
-    server = ScriptedServer()
+def test_interrupting_generate_cancels_the_call(server: ScriptedServer) -> None:
     server.inference.script = [started(), delta([5], "Hel"), server.inference.HOLD]
-    generate = subprocess.Popen(
-        [*BATON, "generate", "Hi", "--address", server.address, "--json"], stdout=subprocess.PIPE
-    )
-    assert generate.stdout is not None
-    generate.stdout.readline()
-    generate.send_signal(signal.SIGINT)
-    generate.communicate(timeout=BOUND_S)
+    command = [*BATON, "generate", "Hi", "--address", server.address, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as generate:
+        assert generate.stdout is not None
+        generate.stdout.readline()
+        generate.send_signal(signal.SIGINT)
+        generate.communicate(timeout=BOUND_S)
     assert generate.returncode == 130
     assert server.inference.call_ended.wait(BOUND_S)
-    server.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -25,14 +25,6 @@ with announced(sys.argv[1:], [int(address.rpartition(":")[2]) for address in sys
     print("announced", flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    server.inference.script = [started(), delta([5], "Hello"), finished()]
-    yield server
-    server.stop()
 
 
 def keeper(*addresses: str) -> subprocess.Popen[str]:
