@@ -18,6 +18,7 @@ from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Scope, Stream
 from common.errors import BatonError, RowFailure
 from common.kv.layer_group import WindowLayers
+from common.load import EngineLoad
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
 from common.priority import DEFAULT_AGEING, Ageing
@@ -138,6 +139,13 @@ def assert_right(*outcomes: Outcome) -> None:
     for number, outcome in enumerate(outcomes):
         assert outcome.is_abandoned or outcome.finished is not None, f"request {number} failed: {outcome.error}"
         assert outcome.token_ids == outcome.wanted, f"request {number} was decoded wrongly"
+
+
+def assert_conserved(load: EngineLoad) -> None:
+    """Asserts that no row or slot was lost, or counted twice."""
+    for all_ in (load.rows, load.slots):
+        num_counted = all_.free + all_.reserved + all_.transferring + all_.running + all_.quarantined + all_.cached
+        assert num_counted == all_.total, f"not conserved: {all_}"
 
 
 def _halves(row: int, group: str, kv: NDArray[np.float32], first: int) -> list[KvSegment]:
@@ -333,17 +341,7 @@ class ScriptedEngine:
         events = list(self.engine.step(commands))
         for event in events:
             self._note(event)
-        load = self.engine.load()
-        for counts in (load.rows, load.slots):
-            parts = (
-                counts.free,
-                counts.reserved,
-                counts.transferring,
-                counts.running,
-                counts.quarantined,
-                counts.cached,
-            )
-            assert sum(parts) == counts.total, f"not conserved: {counts}"
+        assert_conserved(self.engine.load())
         return events
 
     def start(self, *request_ids: str) -> None:

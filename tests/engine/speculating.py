@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from common.device.cell import Cell
+from decode_service.forward.forward_batch import ForwardBatch
+from decode_service.forward.speculative_worker import SpeculativeWorker
+from decode_service.forward.worker import OnPublish, WorkerOutput
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import Outcome
@@ -38,6 +47,34 @@ class ScriptedDepth(FixedDepth):
         self.launches.append(spec_info)
         if len(self._left) > 1:
             self._left.pop(0)
+
+
+class _Told(Cell[Tensor]):
+    """What a step tells: the content of a cell, changed."""
+
+    def __init__(self, told: Cell[Tensor], change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.get = lambda: change(told.get())  # type: ignore[method-assign]
+
+
+@contextmanager
+def a_step_that_tells(change: Callable[[Tensor], Tensor], *, number: int, of_accepted: bool = False) -> Iterator[None]:
+    """Lets the step with this number, of those with drafts, publish its lengths changed, or with `of_accepted` tell how
+    many tokens it has accepted.
+    """
+    forward, numbers = SpeculativeWorker.forward, itertools.count(1)
+
+    def changed(worker: SpeculativeWorker, batch: ForwardBatch, *, on_publish: OnPublish, **rest: Any) -> WorkerOutput:
+        is_it = batch.has_drafts and next(numbers) == number
+
+        def publish(lengths: Cell[Tensor]) -> None:
+            on_publish(_Told(lengths, change) if is_it and not of_accepted else lengths)
+
+        output = forward(worker, batch, on_publish=publish, **rest)
+        return replace(output, accept_lens=_Told(output.accept_lens, change)) if is_it and of_accepted else output
+
+    with mock.patch.object(SpeculativeWorker, "forward", changed):
+        yield
 
 
 def assert_drafted_as_expected(outcome: Outcome, spec_info: SpecInfo = CHAIN) -> None:

@@ -8,7 +8,7 @@ import itertools
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.cell import Cell
-from common.device.stream import Scope
 from common.draft.head import DraftOutput
-from common.kv.layer_group import SeedColumnSpec
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import PrebuiltBatch
-from decode_service.forward.forward_batch import ForwardBatch
-from decode_service.forward.future_map import FutureMap
-from decode_service.forward.worker import OnPublish, Worker, WorkerOutput
 from decode_service.messages import Submit
 from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
@@ -35,7 +29,7 @@ from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths
 from tests.engine.relay_rig import make_batch, make_pool
-from tests.engine.speculating import CHAIN, SEED, TREE, ScriptedDepth
+from tests.engine.speculating import CHAIN, SEED, TREE, ScriptedDepth, a_step_that_tells
 from tests.engine.tag_head import TagHead
 
 ROOT = Path(__file__).parents[2]
@@ -95,63 +89,24 @@ def check_twins_agree_at_every_launch() -> None:
     scripted.run()
 
 
-class LyingCell(Cell[Tensor]):
-    """A cell of published lengths in which the first row's length is replaced by `lie`."""
-
-    def __init__(self, lengths: Cell[Tensor], lie: int) -> None:
-        super().__init__()
-        self._lengths = lengths
-        self._lie = lie
-
-    def get(self) -> Tensor:
-        lengths = self._lengths.get().clone()
-        lengths[0] = self._lie
-        return lengths
-
-
-class LyingWorker:
-    """A worker that wraps another one and falsifies the results of that one's third step."""
-
-    relays_lengths = True
-
-    def __init__(self, worker: Worker, lie: int, *, is_accepted: bool) -> None:
-        self._worker = worker
-        self._lie = lie
-        self._is_accepted = is_accepted
-        self._num_published = 0
-
-    @property
-    def seed_columns(self) -> tuple[SeedColumnSpec, ...]:
-        return self._worker.seed_columns
-
-    def forward(
-        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
-    ) -> WorkerOutput:
-        def publish(lengths: Cell[Tensor]) -> None:
-            self._num_published += 1
-            is_lie = self._num_published == 3 and not self._is_accepted
-            on_publish(LyingCell(lengths, self._lie) if is_lie else lengths)
-
-        output = self._worker.forward(batch, future_map=future_map, scope=scope, on_publish=publish)
-        if self._num_published == 3 and self._is_accepted:
-            output = replace(output, accept_lens=LyingCell(output.accept_lens, self._lie))
-        return output
-
-
 def errors_beside_a_wrong_length(lie: int, *, overlap: bool = True, is_accepted: bool = False) -> list[str]:
     """Runs three requests together, and lets one step publish the length `lie` for the first of them. Returns the error
     of each request. With `is_accepted` the step instead claims to have accepted `lie` tokens.
 
     An error is "" for a request that finished correctly, and "wrong tokens" for one that did not.
     """
-    scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, overlap=overlap)
-    scripted.engine._worker = LyingWorker(scripted.engine._worker, lie, is_accepted=is_accepted)
-    outcomes = [scripted.submit(str(number), [number + 1, 7, 5], 24) for number in range(3)]
-    scripted.run()
+    with a_step_that_tells(partial(_with_first, lie), number=3, of_accepted=is_accepted):
+        scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, overlap=overlap)
+        outcomes = [scripted.submit(str(number), [number + 1, 7, 5], 24) for number in range(3)]
+        scripted.run()
     return [
         str(outcome.error) if outcome.error else "" if outcome.token_ids == outcome.expected else "wrong tokens"
         for outcome in outcomes
     ]
+
+
+def _with_first(lie: int, lengths: Tensor) -> Tensor:
+    return torch.cat([torch.tensor([lie]), lengths[1:]])
 
 
 @broken_by(lengths.lengths_are_not_looked_at, "was launched")
@@ -280,38 +235,18 @@ def test_a_tree_that_accepts_what_cannot_be_fails_its_row_alone(
     assert all(outcome.token_ids == outcome.expected for outcome in outcomes[1:])
 
 
-class UnpublishedCell(Cell[Tensor]):
-    """A cell for published lengths in which the publication fails."""
-
-    def get(self) -> Tensor:
-        raise RuntimeError("the lengths are lost")
-
-
-class FailingWorker(LyingWorker):
-    """A worker that wraps another one and whose first step with drafts fails before it publishes its lengths."""
-
-    def __init__(self, worker: Worker) -> None:
-        super().__init__(worker, 0, is_accepted=False)
-        self._has_failed = False
-
-    def forward(
-        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
-    ) -> WorkerOutput:
-        def publish(lengths: Cell[Tensor]) -> None:
-            on_publish(lengths if self._has_failed else UnpublishedCell())
-            self._has_failed = True
-
-        return self._worker.forward(batch, future_map=future_map, scope=scope, on_publish=publish)
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_rows_of_a_step_that_published_nothing_fail_with_its_own_error(overlap: bool) -> None:
     """Steps without drafts come before the failing step, so the rows' last published lengths are old."""
+
+    def lose(lengths: Tensor) -> Tensor:
+        raise RuntimeError("the lengths are lost")
+
     depth = ScriptedDepth([SEED, SEED, CHAIN], deepest=CHAIN)
-    scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, depth=depth, overlap=overlap)
-    scripted.engine._worker = FailingWorker(scripted.engine._worker)
-    outcomes = [scripted.submit(str(number), [number + 1, 7, 5], 24) for number in range(3)]
-    scripted.run()
+    with a_step_that_tells(lose, number=1):
+        scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN, depth=depth, overlap=overlap)
+        outcomes = [scripted.submit(str(number), [number + 1, 7, 5], 24) for number in range(3)]
+        scripted.run()
     assert {str(outcome.error) for outcome in outcomes} == {"a decode step failed: the lengths are lost"}
 
 
@@ -338,6 +273,7 @@ all of PyTorch too, which takes ten seconds.
 """
 
 
+@pytest.mark.thorough
 def test_lengths_are_looked_at_without_assertions_too() -> None:
     own = [str(ROOT / package) for package in ("common", "decode_service", "tests")]
     ran = subprocess.run(

@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from common.errors import ContextExceeded, FingerprintMismatch, PrefillUnavailable
 from common.kv.pool import CacheKey, KvPool
@@ -22,8 +21,8 @@ from decode_service.schedule import dispatcher
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from tests.engine.checks import breaking, broken_by, holding
-from tests.engine.harness import REPLICA, ScriptedEngine, assert_right
-from tests.engine.mutants import local_prefill
+from tests.engine.harness import REPLICA, Damage, ScriptedEngine, assert_right
+from tests.engine.mutants import local_prefill, prefixes
 from tests.engine.speculating import CHAIN, TREE
 
 LIMIT = 8
@@ -230,29 +229,21 @@ def check_a_chunk_that_always_fails_fails_its_request() -> None:
         assert str(outcome.error) == "a prefill step failed: planted"
 
 
+@broken_by(prefixes.damaged_kv_stays, "was used again")
 def check_damaged_kv_fails_its_request_and_is_forgotten() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        scripted = alone()
-        seen = scripted.submit("sound", [1, 2, 3, 4], 2, cache_salt="")
-        scripted.run()
-        collect = LocalPrefill._first_tokens
-
-        def damaged(local: LocalPrefill, launched: Any) -> Any:
-            with torch.inference_mode():
-                launched.computed.get().sampled.is_invalid.fill_(True)
-            return collect(local, launched)
-
-        patch.setattr(LocalPrefill, "_first_tokens", damaged)
-        struck = scripted.submit("struck", [1, 2, 3, 4, 5], 2, cache_salt="")
-        scripted.run()
-        patch.undo()
-        assert_right(seen)
-        assert str(struck.error) == "the model produced no finite logit"
-        found = scripted.engine.load().prefixes.num_found
-        again = scripted.submit("again", [1, 2, 3, 4, 5], 2, cache_salt="")
-        scripted.run()
-        assert_right(again)
-        assert scripted.engine.load().prefixes.num_found == found, "damaged KV was used again"
+    scripted = alone()
+    damage = Damage(scripted)
+    seen = scripted.submit("sound", [1, 2, 3, 4], 2, cache_salt="")
+    scripted.run()
+    damage.is_due = True
+    struck = scripted.submit("struck", [7, 2, 3, 4, 5], 2, cache_salt="")
+    scripted.run()
+    assert_right(seen)
+    assert str(struck.error) == "the model produced no finite logit"
+    again = scripted.submit("again", [7, 2, 3, 4, 5], 2, cache_salt="")
+    scripted.run()
+    assert_right(again)
+    assert not scripted.engine.load().prefixes.num_found, "damaged KV was used again"
 
 
 def check_retracted_requests_come_back() -> None:

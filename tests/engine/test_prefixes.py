@@ -23,10 +23,9 @@ from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import REPLICA, Damage, Outcome, ScriptedEngine, assert_right
 from tests.engine.mutants import prefixes, rows
-from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, ScriptedDepth
+from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, ScriptedDepth, a_step_that_tells
 from tests.engine.tag_head import DRAFT
 from tests.engine.tags import GROUP, oracle
-from tests.engine.test_lengths import LyingWorker
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 OTHER = (700, 701, 702, 703)
@@ -636,9 +635,9 @@ def test_kv_of_a_row_whose_length_was_wrong_is_forgotten() -> None:
     """A wrong length means that the device or a kernel is at fault, so none of the row's KV is trusted."""
     for prompt in (PROMPT, PROMPT[:1]):
         scripted = ScriptedEngine(max_kv_tokens=200, spec_info=CHAIN)
-        scripted.engine._worker = LyingWorker(scripted.engine._worker, 1 << 40, is_accepted=False)
-        failing = scripted.submit("failing", prompt, 24, cache_salt=SALT)
-        scripted.run()
+        with a_step_that_tells(lambda lengths: lengths + (1 << 40), number=3):
+            failing = scripted.submit("failing", prompt, 24, cache_salt=SALT)
+            scripted.run()
         assert failing.error is not None
         assert serve(scripted, "next", (*prompt, *failing.token_ids), 3) == 0
 

@@ -7,18 +7,25 @@ have. So the accepted drafts are known beforehand, as the tokens are, and both a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
+from common.telemetry.step_stats import SpeculationStats
 from decode_service.schedule.results import StepInFlight
+from decode_service.speculate.depth import FixedDepth
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import Damage, ScriptedEngine
 from tests.engine.mutants import bootstrap, grammars, relay, speculation
+from tests.engine.mutants.kinds import instead_of
 from tests.engine.speculating import (
     CHAIN,
     NOTHING,
@@ -195,22 +202,23 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     """The stream's idle time before a step is measured only if the previous step was in flight at the launch. Otherwise
     the stream had nothing to do anyway.
     """
-    scripted = ScriptedEngine(spec_info=CHAIN, overlap=overlap)
     idle: list[float | None] = []
-    monkeypatch.setattr(
-        scripted.engine._depth, "observe", lambda spec_info, *, draft_lag, stats: idle.append(stats.idle_s)
-    )
     ends: list[Event] = []
     begins: list[Event] = []
-    seal = StepInFlight.seal.__func__  # type: ignore[attr-defined]
 
-    def noting(cls: type[StepInFlight], **kwargs: Any) -> StepInFlight:
-        step: StepInFlight = seal(cls, **kwargs)
+    class NotingDepth(FixedDepth):
+        def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
+            idle.append(stats.idle_s)
+
+    @instead_of(StepInFlight, "seal")
+    def noting(seal: Callable[..., StepInFlight], **given: Any) -> StepInFlight:
+        step = seal(**given)
         ends.append(step.end)
         begins.append(step.begun.output.marks.get()[0])
         return step
 
-    monkeypatch.setattr(StepInFlight, "seal", classmethod(noting))
+    noting(monkeypatch)
+    scripted = ScriptedEngine(spec_info=CHAIN, overlap=overlap, depth=NotingDepth(CHAIN))
     scripted.submit("a", [1, 2], 12)
     scripted.run()
     assert len(idle) > 3

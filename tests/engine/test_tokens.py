@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from common.device.errors import DeviceTimeout
 from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
-from decode_service.schedule.results import StepInFlight
+from decode_service.schedule.results import ResultTaker
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import tokens
+from tests.engine.mutants.kinds import instead_of
 
 
 def check_results_lag_one_step() -> None:
@@ -81,13 +83,13 @@ def test_results_are_taken_once_the_next_step_does_nothing_but_compute(monkeypat
     scripted.submit("only", [5, 6, 7], 8)
     scripted.start("only")
     left: list[list[str]] = []
-    take = scripted.engine._taker.take
 
-    def looked_at(step: StepInFlight, *args: Any) -> None:
+    @instead_of(ResultTaker, "take")
+    def looked_at(take: Callable[..., None], *args: Any) -> None:
         left.append(scripted.forward.pending())
-        take(step, *args)
+        take(*args)
 
-    monkeypatch.setattr(scripted.engine._taker, "take", looked_at)
+    looked_at(monkeypatch)
     scripted.run()
     assert left[0] == ["decode", "stash_payload", "copy_results"]
     assert left[-1] == [], "behind the last step there is none"

@@ -184,7 +184,7 @@ def test_a_queued_prompt_does_not_wait_for_the_row_that_a_step_freed(
     while engine.load().num_queued or not waits_s:
         engine.step(commands)
         commands = []
-        if engine._has_freed and engine.load().num_queued:
+        if engine.load().num_queued and engine.load().rows.free:
             waits_s.append(engine.idle_timeout_s())
         elif engine.load().num_queued:
             assert is_woken.wait(BOUND_S)
@@ -203,7 +203,8 @@ def test_who_was_short_of_slots_does_not_wait_for_those_that_a_step_freed() -> N
     waits_s: list[float] = []
 
     def advance(device: ScriptedDevice) -> None:
-        if scripted.engine._is_stalled and scripted.engine._has_freed:
+        load = scripted.engine.load()
+        if load.num_running and load.slots.free and not scripted.forward.pending():
             waits_s.append(scripted.engine.idle_timeout_s())
         scripted.landing.run_all()
 

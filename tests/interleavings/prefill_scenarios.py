@@ -12,11 +12,13 @@ from itertools import product
 import numpy as np
 
 from common.sampling.params import ResolvedSampling
+from common.sampling.state import SamplingState
 from common.wire.handoff import KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import BytesSent, CallDone, CancelCallRows, Command, Event, FrameReady, OpenCall
+from tests.engine.harness import assert_conserved
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, WINDOW, TagModel, kv_of, oracle
 from tests.interleavings.explored_device import ExploredDevice
-from tests.interleavings.scenarios import EVICTED, INBOX, REUSED, SALT, shared_by
+from tests.interleavings.scenarios import EVICTED, INBOX, REUSED, SALT, building, shared_by
 from tests.support.engines import handoff_rows, new_prefill_engine
 
 Body = Callable[["ExploredPrefill"], None]
@@ -110,17 +112,7 @@ class ExploredPrefill:
                 self.rows[command.rows[0]].is_cancelled = True
         for event in self.engine.step(commands):
             self._note(event)
-        load = self.engine.load()
-        for counts in (load.rows, load.slots):
-            parts = (
-                counts.free,
-                counts.reserved,
-                counts.transferring,
-                counts.running,
-                counts.quarantined,
-                counts.cached,
-            )
-            assert sum(parts) == counts.total, f"not conserved: {counts}"
+        assert_conserved(self.engine.load())
 
     def _deliver(self, command: Command) -> None:
         self._posted.append(command)
@@ -185,14 +177,15 @@ class PrefillScenario:
             device.lag_schedule_side()
         if self.at_once:
             device.run_pieces_at_once()
-        prefill = ExploredPrefill(
-            device,
-            max_rows=self.max_rows,
-            max_kv_tokens=self.max_kv_tokens,
-            max_window_tokens=self.max_window_tokens,
-            budget_tokens=self.budget_tokens,
-        )
-        with device.exploring(shared_by(prefill.engine.pool, prefill.engine._sampling_state)):
+        with building(SamplingState) as built:
+            prefill = ExploredPrefill(
+                device,
+                max_rows=self.max_rows,
+                max_kv_tokens=self.max_kv_tokens,
+                max_window_tokens=self.max_window_tokens,
+                budget_tokens=self.budget_tokens,
+            )
+        with device.exploring(shared_by(prefill.engine.pool, *built)):
             self.body(prefill)
             prefill.live()
         device.check_no_races()

@@ -7,9 +7,9 @@ So any value read too early, too late or from another request shows as a wrong t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,12 @@ from common.device.scripted import ScriptedDevice
 from common.errors import PrefillUnavailable
 from common.kv.pool import KvPool
 from common.sampling.params import ResolvedSampling
+from common.sampling.state import SamplingState
+from decode_service.forward.draft_backlog import DraftBacklog
+from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
+from decode_service.forward.speculative_worker import SpeculativeWorker
+from decode_service.forward.worker import PlainWorker, Worker, WorkerOutput
 from decode_service.messages import (
     Abort,
     CallEnded,
@@ -35,9 +40,6 @@ from decode_service.messages import (
     Tokens,
 )
 from decode_service.schedule import dispatcher, local_prefill, scheduler
-from decode_service.schedule.results import StepInFlight
-from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import REPLICA, ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay
@@ -85,7 +87,7 @@ class ExploredEngine(ScriptedEngine):
         self._to_abort: dict[str, tuple[str, int]] = {}
         self._to_follow: dict[str, list[Callable[[], None]]] = {}
         self._num_to_come = 0
-        self._launch, self.engine._launch = self.engine._launch, self._watched_launch  # type: ignore[method-assign]
+        self._launched_rows: set[int] = set()
 
     def hand_over(self, request_id: str, *, last: str = DRAFT.name) -> None:
         call_id, before = self.handoffs[request_id].call_id, len(self._posted)
@@ -144,19 +146,26 @@ class ExploredEngine(ScriptedEngine):
         if returns:
             replica.enqueue(partial(self._deliver, READY))
 
-    def _watched_launch(self, batch: ScheduleBatch) -> StepInFlight:
-        before = self.engine._in_flight
-        if (
-            "extend" in self.forward.pending()
-            and before is not None
-            and any(req in before.begun.reqs for req in batch.reqs)
-        ):
+    def watching_launches(self) -> AbstractContextManager[object]:
+        """Notes within the block what each step is launched beside."""
+        worker = SpeculativeWorker if self.head is not None else PlainWorker
+        launch = worker.forward
+
+        def noted(worker: Worker, batch: ForwardBatch, **rest: Any) -> WorkerOutput:
+            with self._explored.unwatched():
+                self._note_launch(set(batch.req_pool_indices.tolist()), self.forward.pending())
+            return launch(worker, batch, **rest)
+
+        return mock.patch.object(worker, "forward", noted)
+
+    def _note_launch(self, rows: set[int], pending: Sequence[str]) -> None:
+        if "extend" in pending and rows & self._launched_rows:
             self._explored.witnessed.add(LAUNCHED_BEFORE_DRAFT_EXTEND)
-            if any(req in batch.reqs for req in self.engine._unseeded):
+            if rows - self._launched_rows:
                 self._explored.witnessed.add(BOOTSTRAPPED_BEFORE_DRAFT_EXTEND)
-        if "forward" in self.forward.pending():
+        if "forward" in pending:
             self._explored.witnessed.add(LAUNCHED_BESIDE_A_CHUNK)
-        return self._launch(batch)
+        self._launched_rows = rows
 
     def lose_handoff_once(self, request_id: str) -> None:
         """Lets the request's first handoff call break after its first segment."""
@@ -300,20 +309,22 @@ class Scenario:
             mock.patch.object(dispatcher, "_HEADROOM_TOKENS", self.headroom_tokens),
             tokens_leave_one_by_one(),
         ):
-            engine = ExploredEngine(
-                device,
-                max_rows=self.max_rows,
-                max_kv_tokens=self.max_kv_tokens,
-                spec_info=self.spec_info,
-                overlap=self.overlap,
-                frames_come_apart=self.frames_come_apart,
-                local_prefill_tokens=self.local_prefill_tokens,
-                prefill_fallback=self.prefill_fallback,
-                replicas=self.replicas,
-                windows=(WINDOW,) if self.max_window_tokens else (),
-                max_window_tokens=self.max_window_tokens,
-            )
-            with device.exploring(_shared_by_decode(engine.engine)):
+            with building(SamplingState, DraftBacklog) as built:
+                engine = ExploredEngine(
+                    device,
+                    max_rows=self.max_rows,
+                    max_kv_tokens=self.max_kv_tokens,
+                    spec_info=self.spec_info,
+                    overlap=self.overlap,
+                    frames_come_apart=self.frames_come_apart,
+                    local_prefill_tokens=self.local_prefill_tokens,
+                    prefill_fallback=self.prefill_fallback,
+                    replicas=self.replicas,
+                    windows=(WINDOW,) if self.max_window_tokens else (),
+                    max_window_tokens=self.max_window_tokens,
+                )
+            shared = shared_by(engine.engine.pool, engine.engine.future_map, *built)
+            with device.exploring(shared), engine.watching_launches():
                 self.body(engine)
                 engine.live()
         device.check_no_races()
@@ -372,9 +383,20 @@ class RelayAlone:
         assert running.seq_lens_cpu.tolist() == [7, 8, 5], f"lengths were resolved wrongly: {running.seq_lens_cpu}"
 
 
-def _shared_by_decode(engine: DecodeEngine) -> Iterator[Shared]:
-    backlog = getattr(engine._worker, "_backlog", None)
-    return shared_by(engine.pool, engine.future_map, engine._sampling_state, *([backlog] if backlog else []))
+@contextmanager
+def building(*kinds: type) -> Iterator[list[object]]:
+    """Yields a list, to which each object of these kinds is added that is built within the block."""
+    built: list[object] = []
+
+    def noting(init: Callable[..., None], it: object, *args: Any, **options: Any) -> None:
+        built.append(it)
+        init(it, *args, **options)
+
+    with ExitStack() as patches:
+        for kind in kinds:
+            noted = partialmethod(partial(noting, kind.__init__))  # type: ignore[misc]
+            patches.enter_context(mock.patch.object(kind, "__init__", noted))
+        yield built
 
 
 def shared_by(pool: KvPool, *holders: object) -> Iterator[Shared]:
