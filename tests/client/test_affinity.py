@@ -70,24 +70,18 @@ def test_another_message_is_another_beginning(other: inference_pb2.GenerateReque
     assert beginnings_of(other).digests[-1] not in beginnings_of(chat(SYSTEM, QUESTION)).digests
 
 
-def test_calls_of_tools_are_part_of_a_message() -> None:
-    def called(arguments: str) -> inference_pb2.GenerateRequest:
+@pytest.mark.parametrize("part", ["tool_calls", "reasoning"])
+def test_calls_of_tools_and_reasoning_are_part_of_a_message(part: str) -> None:
+    def said(words: str) -> inference_pb2.GenerateRequest:
         request = chat(QUESTION, ("assistant", ""), ("tool", "42"))
-        request.chat.messages[1].tool_calls.add(id="x", name="add", arguments=arguments)
+        if part == "tool_calls":
+            request.chat.messages[1].tool_calls.add(id="x", name="add", arguments=words)
+        else:
+            request.chat.messages[1].reasoning = words
         return request
 
-    assert num_shared(called("1"), called("2")) == 1
-    assert num_shared(called("1"), called("1")) == 3
-
-
-def test_reasoning_is_part_of_a_message() -> None:
-    def reasoned(text: str) -> inference_pb2.GenerateRequest:
-        request = chat(QUESTION, ("assistant", "42"), QUESTION)
-        request.chat.messages[1].reasoning = text
-        return request
-
-    assert num_shared(reasoned("a"), reasoned("b")) == 1
-    assert num_shared(reasoned("a"), reasoned("a")) == 3
+    assert num_shared(said("1"), said("2")) == 1
+    assert num_shared(said("1"), said("1")) == 3
 
 
 @pytest.mark.parametrize("option", ["tools", "chat_template_kwargs"])
@@ -185,13 +179,6 @@ def test_texts_that_share_less_than_half_are_no_continuation(rest: int) -> None:
     assert known.find(beginnings_of(text(shared + "y" * BLOCK_BYTES)), BOTH) == "a"
     known.note(beginnings_of(text(shared)), "b")
     assert known.find(beginnings_of(text(shared + "y" * 6 * BLOCK_BYTES)), BOTH) == "b", "it ended at a block's end"
-
-
-def test_the_last_server_that_had_a_beginning_counts() -> None:
-    known, beginnings = ServersByBeginning(), beginnings_of(chat(QUESTION))
-    for server in ("a", "b"):
-        known.note(beginnings, server)
-        assert known.find(beginnings, BOTH) == server
 
 
 def test_a_server_that_is_being_asked_counts_first_until_it_is_not() -> None:

@@ -24,6 +24,13 @@ def check(prompt: tuple[int, ...] = (1, 2, 3), **fields: Any) -> Any:
     return check_lengths(check_request(inference_pb2.GenerateRequest(**fields), LIMITS), prompt, LIMITS)
 
 
+def refused_field(**fields: Any) -> str:
+    """Checks a request that is wrong, and returns the field that the refusal names."""
+    with pytest.raises(InvalidRequest) as refusal:
+        check(**fields)
+    return refusal.value.field
+
+
 def chat(*messages: tuple[str, str]) -> inference_pb2.Chat:
     return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=r, content=c) for r, c in messages])
 
@@ -58,10 +65,7 @@ def chat(*messages: tuple[str, str]) -> inference_pb2.Chat:
     ],
 )
 def test_a_wrong_request_is_refused_by_the_name_of_its_field(field: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        check(**fields)
-
-    assert refusal.value.field == field
+    assert refused_field(**fields) == field
 
 
 def test_token_ids_that_do_not_fit_are_refused_before_they_are_copied() -> None:
@@ -112,10 +116,7 @@ def answer(id: str, content: str = "7", **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_wrong_calls_of_tools_are_refused_by_their_place(field: str, messages: list[Any]) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        check(chat={"messages": messages})
-
-    assert refusal.value.field == f"chat.{field}"
+    assert refused_field(chat={"messages": messages}) == f"chat.{field}"
 
 
 TALK = [{"role": "user", "content": "a"}]
@@ -149,18 +150,13 @@ TOOL: dict[str, Any] = {"name": "f", "parameters": '{"type": "object"}'}
     ],
 )
 def test_wrong_options_of_a_chat_are_refused_by_name(field: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        check(chat={"messages": TALK, **fields})
-
-    assert refusal.value.field == f"chat.{field}"
+    assert refused_field(chat={"messages": TALK, **fields}) == f"chat.{field}"
 
 
 def test_an_output_whose_calls_must_fit_does_not_ignore_its_end() -> None:
     chat = {"messages": TALK, "tools": [TOOL], "tool_choice": {"required": True}}
     assert check(chat=chat).grammar is not None
-    with pytest.raises(InvalidRequest) as refusal:
-        check(chat=chat, sampling={"ignore_eos": True})
-    assert refusal.value.field == "sampling.ignore_eos"
+    assert refused_field(chat=chat, sampling={"ignore_eos": True}) == "sampling.ignore_eos"
     check(chat={**chat, "tool_choice": {}}, sampling={"ignore_eos": True})
 
 
@@ -212,9 +208,10 @@ def test_answers_of_tools_are_told_by_the_order_of_the_calls_and_the_names() -> 
         ("prompt", {"token_ids": inference_pb2.TokenIds(ids=[100] * CONTEXT)}),
         ("generated_token_ids", {"text": "a", "generated_token_ids": [100] * CONTEXT}),
         ("sampling.stop_token_ids", {"text": "a", "sampling": {"stop_token_ids": [100] * 64}}),
+        ("prompt", {}),
     ],
 )
-def test_a_list_that_is_too_long_is_refused_before_its_entries_are_looked_at(
+def test_a_list_that_is_too_long_or_absent_is_refused_before_its_entries_are_looked_at(
     field: str, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequest) as refusal:
@@ -222,13 +219,6 @@ def test_a_list_that_is_too_long_is_refused_before_its_entries_are_looked_at(
 
     assert refusal.value.field == field
     assert "vocabulary" not in str(refusal.value)
-
-
-def test_a_request_without_prompt_is_refused() -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        check_request(inference_pb2.GenerateRequest(), LIMITS)
-
-    assert refusal.value.field == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -255,10 +245,7 @@ def test_a_request_without_prompt_is_refused() -> None:
 )
 def test_a_sampling_value_out_of_range_is_refused_by_name(field: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(InvalidRequest) as refusal:
-            check(sampling=types_pb2.SamplingParams(**{field: value}))
-
-        assert refusal.value.field == f"sampling.{field}", value
+        assert refused_field(sampling=types_pb2.SamplingParams(**{field: value})) == f"sampling.{field}", value
 
 
 def test_choices_have_indices_up_to_127_and_the_first_is_the_default() -> None:

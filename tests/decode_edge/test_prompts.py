@@ -135,19 +135,6 @@ def test_the_longest_token_is_no_shorter_than_any_token_s_text(new_tokenizer: An
     assert tokenizer.longest_token_bytes >= max(len(tokenizer.bytes_of(i)) for i in range(400))
 
 
-async def test_a_short_prompt_waits_for_no_longer_one() -> None:
-    tokenizer = watched(held=5000)
-    async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
-        long = [asyncio.create_task(prompts.encode(TextPrompt("a" * 5000))) for _ in range(3)]
-        await until(lambda: bool(tokenizer.seen))
-        try:
-            assert await within_bound(prompts.encode(TextPrompt("hi"))) == tokenizer.encode("hi")
-            assert not any(task.done() for task in long)
-        finally:
-            tokenizer.go_on.set()
-        assert [len(await task) for task in long] == [5000] * 3
-
-
 async def test_bytes_that_wait_are_bounded_and_given_back() -> None:
     tokenizer = watched(held=3400)
     async with Prompts(tokenizer=tokenizer, limits=LIMITS, max_waiting_bytes=7000) as prompts:
@@ -340,19 +327,6 @@ async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end
         (other,) = rendering_pids()
         assert other != killed
     assert not rendering_pids()
-
-
-async def test_a_client_that_leaves_while_its_chat_is_rendered_costs_no_process() -> None:
-    async with Prompts(tokenizer=byte_level(chat_template=EACH), limits=LIMITS) as prompts:
-        pids = rendering_pids()
-        left = asyncio.create_task(prompts.encode(HI))
-        for _ in range(3):  # until the process gets the request
-            await asyncio.sleep(0)
-        left.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await left
-        await within_bound(prompts.encode(HI))
-        assert set(pids) <= set(rendering_pids())
 
 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -66,22 +66,6 @@ def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: Any) -> 
     assert len(parts) > 1
 
 
-def test_each_chunk_has_the_usage_so_far_when_asked(caller: Caller, direct: Any) -> None:
-    chunks = caller.chat_chunks(**GREEDY, stream_options={"continuous_usage_stats": True})
-    totals = [chunk.usage.completion_tokens for chunk in chunks]
-    assert {chunk.usage.prompt_tokens for chunk in chunks} == {direct.usage.num_prompt_tokens}
-    assert (totals[0], totals[-1], totals) == (0, 24, sorted(totals))
-    assert all(chunk.choices for chunk in chunks), "the last chunk is for include_usage"
-    assert len(set(totals)) > 2
-
-
-def test_a_stream_ends_with_its_usage_when_asked(caller: Caller, direct: Any) -> None:
-    *chunks, last = caller.chat_chunks(**GREEDY, stream_options={"include_usage": True})
-    assert last.choices == []
-    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (direct.usage.num_prompt_tokens, 24)
-    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
-
-
 def test_a_stream_is_server_sent_events_that_end_with_done(gateway: GatewayHere) -> None:
     answer = gateway.ask("POST", "/v1/chat/completions", {**GREEDY, "model": "tiny", "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")

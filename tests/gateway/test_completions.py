@@ -42,14 +42,6 @@ def test_a_stream_has_the_same_tokens_in_chunks(caller: Caller, direct: Any) -> 
     assert (usage.choices, usage.usage.completion_tokens) == ([], 24)
 
 
-def test_a_prompt_may_be_token_ids(caller: Caller, pair: Client) -> None:
-    ids = [10, 11, 12, 13]
-    answer = caller.complete(prompt=ids, **GREEDY, extra_body=IDS)
-    expected = pair.complete(token_ids=ids, temperature=0.0, max_tokens=24)
-    assert answer.choices[0].token_ids == list(expected.token_ids)
-    assert answer.usage.prompt_tokens == 4
-
-
 @pytest.mark.parametrize("prompts", [["the one", "another"], [[10, 11, 12], [13, 14]]], ids=["texts", "ids"])
 def test_several_prompts_have_n_choices_each_in_their_order(caller: Caller, pair: Client, prompts: list[Any]) -> None:
     answer = caller.complete(prompt=prompts, n=2, **GREEDY, extra_body=IDS)

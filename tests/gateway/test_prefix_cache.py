@@ -70,9 +70,14 @@ def test_the_usage_has_what_was_cached_for_every_choice_once_the_output_has_ende
         },
     }
     assert ask(edge, path, n=2).json["usage"] == usage
-    assert ask(edge, path, n=2, stream=True, stream_options={"include_usage": True}).chunks[-1]["usage"] == usage
+    *chunks, last = ask(edge, path, n=2, stream=True, stream_options={"include_usage": True}).chunks
+    assert (last["usage"], last["choices"]) == (usage, [])
+    assert all(chunk["choices"] and chunk.get("usage") is None for chunk in chunks)
 
     chunks = ask(edge, path, stream=True, stream_options={"continuous_usage_stats": True}).chunks
+    assert all(chunk["choices"] for chunk in chunks), "the chunk without choices is for include_usage"
+    totals = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert totals == sorted(totals) and (totals[0] if "chat" in path else 0, totals[-1]) == (0, 1)
     counts = [chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in chunks]
     assert (set(counts[:-1]), counts[-1]) == ({0}, 2)
 

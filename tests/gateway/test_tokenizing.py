@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from baton import ChatMessage, Client
-from baton.errors import InvalidArgument
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import GatewayHere
 from tests.support.models import END, START_ID, VOCAB_SIZE
@@ -68,13 +67,6 @@ def test_what_cannot_be_served_is_refused_by_name(
     answer = gateway.ask("POST", path, body)
     assert answer.status == (404 if code == "model_not_found" else 400)
     assert (answer.error["param"], answer.error["code"]) == (param, code)
-
-
-def test_either_side_adds_special_tokens_only_when_asked(pair: Client) -> None:
-    """The tiny tokenizer adds no special tokens by itself, so the ids are the same with and without."""
-    assert pair.tokenize("a", add_special_tokens=True) == pair.tokenize("a", add_special_tokens=False)
-    with pytest.raises(InvalidArgument):
-        pair.tokenize("a", chat=CHAT)
 
 
 @pytest.mark.parametrize("most", [1, 3, 4096])

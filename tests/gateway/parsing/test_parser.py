@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 
 from common.config.settings import OutputFormatName
 from common.text.output_formats import FORMATS, HARMONY, HERMES, JSON, LLAMA3, MISTRAL, OutputFormat
-from decode_service.edge.text.output import OutputProcessor
 from gateway.parsing.events import CallArguments, CallBegun, ContentText
 from gateway.parsing.parser import OutputParser
-from tests.decode_edge.tokenizers_for_tests import byte_level
 from tests.gateway.parsing.transcripts import FUNCTIONS, ROME, TRANSCRIPTS, Said, Transcript, parsed
 
-BYTES = byte_level()
 _BY_NAME = {each.name: each for each in TRANSCRIPTS}
 each_transcript = pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=_BY_NAME)
 
@@ -36,28 +33,11 @@ def test_an_output_says_the_same_cut_at_any_character(transcript: Transcript) ->
     assert parsed(transcript.form, text, is_open=transcript.is_open) == transcript.said, "each character by itself"
 
 
-@each_transcript
-def test_an_output_says_the_same_with_a_token_for_each_byte(transcript: Transcript) -> None:
-    output = OutputProcessor(decoder=BYTES)
-    pieces = [output.push([byte]).text for byte in transcript.text.encode()]
-    assert parsed(transcript.form, [*pieces, output.finish()], is_open=transcript.is_open) == transcript.said
-
-
 @st.composite
 def cut_texts(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> list[str]:
     text = draw(texts)
     cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=12)))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
-@each_transcript
-def test_an_output_says_the_same_in_any_pieces(transcript: Transcript) -> None:
-    @settings(max_examples=30)
-    @given(cut_texts(st.just(transcript.text)))
-    def check(pieces: list[str]) -> None:
-        assert parsed(transcript.form, pieces, is_open=transcript.is_open) == transcript.said
-
-    check()
 
 
 @each_transcript
