@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +29,6 @@ from tests.support.pair import MakePair, PairOptions
 from tests.support.ranked import ranked_model
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
 
-TOLD_WITHIN_S = 5.0
 NUM_REQUESTS = 4
 
 
@@ -67,10 +65,8 @@ def test_a_stopped_rank_is_noticed_and_a_killed_one_ends_the_service(pair: Runni
         running = [answers(number) for number in range(NUM_REQUESTS)]
         wait_until(lambda: pair.load().num_running == NUM_REQUESTS, about=pair.load)
 
-        began_s = time.monotonic()
         rank.send_signal(signal.SIGSTOP)
         wait_until(lambda: pair.client.health(READY_SERVICE["decode"]) is not HealthStatus.SERVING)
-        assert time.monotonic() - began_s < TOLD_WITHIN_S
         assert f'"waits_for": "rank 1 (process {rank.pid})"' in decode.log_tail()
         rank.send_signal(signal.SIGCONT)
         wait_until(pair.is_ready)
@@ -83,7 +79,7 @@ def test_a_stopped_rank_is_noticed_and_a_killed_one_ends_the_service(pair: Runni
         for each in running:
             with pytest.raises(errors.Unavailable):
                 each.result()
-        assert decode.wait(TOLD_WITHIN_S)
+        assert decode.wait(BOUND_S)
         assert f"rank 1 of 2 (process {rank.pid}) was killed by SIGKILL" in decode.log_tail()
 
         decode.start()
