@@ -11,6 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from decode_service.speculate.draft_tree import Accepted, DraftTree
+from tests.engine.mutants.kinds import Mutant, instead_of
+
+MakeTree = Callable[..., DraftTree]
 
 NUM_TOKENS = 4
 """Size of the vocabulary. It is so small that some drafts are right by chance."""
@@ -123,36 +126,32 @@ def test_a_chain_is_the_tree_without_branches(num_drafts: int, data: st.DataObje
 BRANCHING = PlainTree(tokens=[1, 2, 3, 3], parents=[0, 0, 1, 2], target=[2, 3, 3, 0, 1])
 
 
-def attends_siblings(patch: pytest.MonkeyPatch) -> None:
-    of = DraftTree.of
-
-    def mutant(token_ids: torch.Tensor, parents: torch.Tensor, *, num_levels: int) -> DraftTree:
-        tree = of(token_ids, parents, num_levels=num_levels)
-        causal = torch.ones_like(tree.mask).tril()
-        return DraftTree(tree.token_ids, tree.parents, causal, is_chain=False, num_levels=num_levels)
-
-    patch.setattr(DraftTree, "of", mutant)
+@instead_of(DraftTree, "of")
+def attends_siblings(of: MakeTree, token_ids: torch.Tensor, parents: torch.Tensor, *, num_levels: int) -> DraftTree:
+    tree = of(token_ids, parents, num_levels=num_levels)
+    causal = torch.ones_like(tree.mask).tril()
+    return DraftTree(tree.token_ids, tree.parents, causal, is_chain=False, num_levels=num_levels)
 
 
-def looks_one_level_up(patch: pytest.MonkeyPatch) -> None:
-    of = DraftTree.of
-    patch.setattr(DraftTree, "of", lambda token_ids, parents, num_levels: of(token_ids, parents, num_levels=1))
+@instead_of(DraftTree, "of")
+def looks_one_level_up(of: MakeTree, token_ids: torch.Tensor, parents: torch.Tensor, *, num_levels: int) -> DraftTree:
+    return of(token_ids, parents, num_levels=1)
 
 
-def accepts_the_right_without_their_parents(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: DraftTree, target_ids: torch.Tensor) -> Accepted:
-        is_accepted = torch.ones(target_ids.shape, dtype=torch.bool)
-        is_accepted[:, 1:] = self.token_ids == target_ids.gather(1, self.parents)
-        path = is_accepted.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
-        return Accepted(path[:, : self.num_levels + 1], is_accepted.sum(dim=1))
-
-    patch.setattr(DraftTree, "accept", mutant)
+@instead_of(DraftTree, "accept")
+def accepts_the_right_without_their_parents(_: object, self: DraftTree, target_ids: torch.Tensor) -> Accepted:
+    is_accepted = torch.ones(target_ids.shape, dtype=torch.bool)
+    is_accepted[:, 1:] = self.token_ids == target_ids.gather(1, self.parents)
+    path = is_accepted.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
+    return Accepted(path[:, : self.num_levels + 1], is_accepted.sum(dim=1))
 
 
-def compares_with_the_nodes_own_token(patch: pytest.MonkeyPatch) -> None:
+@instead_of(DraftTree, "accept")
+def compares_with_the_nodes_own_token(
+    accept: Callable[..., Accepted], self: DraftTree, target_ids: torch.Tensor
+) -> Accepted:
     """Compares each draft with the target's token at the draft's own node, instead of at its parent."""
-    accept = DraftTree.accept
-    patch.setattr(DraftTree, "accept", lambda self, target_ids: accept(self, target_ids.roll(1, 1)))
+    return accept(self, target_ids.roll(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +165,7 @@ def compares_with_the_nodes_own_token(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_it_is_seen(
-    check: Callable[[list[PlainTree]], None],
-    mutant: Callable[[pytest.MonkeyPatch], None],
-    symptom: str,
-    monkeypatch: pytest.MonkeyPatch,
+    check: Callable[[list[PlainTree]], None], mutant: Mutant, symptom: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check([BRANCHING])
     mutant(monkeypatch)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from common.errors import ContextExceeded, InvalidRequest, PrefillUnavailable, RowFailure
-from common.wire.handoff import RowFailed
+from common.wire.handoff import PrebuiltBatch, RowFailed
 from decode_service.messages import Event, FrameArrived, Replica, ReplicasChanged, StartHandoff
 from decode_service.schedule import dispatcher
 from tests.engine.harness import ScriptedEngine
-from tests.engine.tags import TAG_GRAMMAR
+from tests.engine.tags import GROUP, TAG_GRAMMAR
 
 
 def test_more_rows_than_a_call_may_have_are_asked_for_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +87,22 @@ def test_a_change_that_nothing_reports_delays_a_request_by_a_second_only(monkeyp
     engine.run()
 
 
+OTHERS_MAY_COME = [ReplicasChanged(replicas, others_may_come=True) for replicas in ((SMALL, LARGE), (SMALL,))]
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(comes_back: bool) -> None:
+@pytest.mark.parametrize(
+    ("reports", "cause"),
+    [([ReplicasChanged((SMALL, LOST))], ", and large: large: is not ready"), (OTHERS_MAY_COME, "")],
+    ids=["lost", "others may come"],
+)
+def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(
+    reports: list[ReplicasChanged], cause: str, comes_back: bool
+) -> None:
     now_s = [100.0]
     engine = ScriptedEngine(max_kv_tokens=24, clock=lambda: now_s[0])
-    engine.post(ReplicasChanged((SMALL, LOST)))
+    for report in reports:
+        engine.post(report)
     long = engine.submit("long", LONG, 3)
     engine.submit("short", SHORT, 3)
     assert places(engine.step()) == {"short": "small"}
@@ -97,34 +111,12 @@ def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(com
     engine.step()
     assert long.error is None
     if comes_back:
-        engine.post(ReplicasChanged((SMALL, LARGE)))
+        engine.post(replace(reports[-1], replicas=(SMALL, LARGE)))
     else:
         now_s[0] += 1.0
         engine.step()
         assert isinstance(long.error, PrefillUnavailable)
-        assert str(long.error).endswith("the largest takes 8, and large: large: is not ready")
-    engine.run()
-    assert comes_back == (long.error is None)
-
-
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_where_others_may_come_a_prompt_waits_for_one_that_takes_it(comes_back: bool) -> None:
-    now_s = [100.0]
-    engine = ScriptedEngine(clock=lambda: now_s[0])
-    for replicas in ((SMALL, LARGE), (SMALL,)):
-        engine.post(ReplicasChanged(replicas, others_may_come=True))
-    long = engine.submit("long", LONG, 3)
-    engine.step()
-    now_s[0] += 9.0
-    engine.step()
-    assert long.error is None
-    if comes_back:
-        engine.post(ReplicasChanged((SMALL, LARGE), others_may_come=True))
-    else:
-        now_s[0] += 1.0
-        engine.step()
-        assert isinstance(long.error, PrefillUnavailable)
-        assert str(long.error).endswith("the largest takes 8")
+        assert str(long.error).endswith(f"the largest takes 8{cause}")
     engine.run()
     assert comes_back == (long.error is None)
 
@@ -256,6 +248,32 @@ def test_a_row_that_fails_after_its_first_token_came_is_handed_off_again() -> No
     assert engine.engine.load().num_row_retries == 1
     engine.run()
     assert [outcome.token_ids for outcome in outcomes] == [outcome.expected for outcome in outcomes]
+
+
+@pytest.mark.parametrize("entries", [[[0, 1, 1]], [[0, 1], [1]]], ids=["one frame", "two frames"])
+def test_a_second_entry_of_a_row_breaks_the_protocol(entries: list[list[int]]) -> None:
+    engine = ScriptedEngine()
+    outcomes = [engine.submit(name, [number, 2], 3) for number, name in enumerate("ab")]
+    engine.step()
+    (call_id,) = {handoff.call_id for handoff in engine.handoffs.values()}
+    for rows in entries:
+        count = len(rows)
+        columns = PrebuiltBatch(
+            rows=np.array(rows),
+            seq_lens=np.full(count, 2),
+            first_token_ids=np.full(count, 1),
+            bytes_sent={GROUP.name: np.full(count, 2 * GROUP.token_bytes)},
+            queue_s=np.zeros(count),
+            compute_s=np.zeros(count),
+            num_cached_tokens=np.zeros(count, np.int64),
+            first_token_logprobs=(None,) * count,
+        )
+        engine.post(FrameArrived(call_id, columns))
+    engine.step()
+    first, second = outcomes
+    assert str(second.error) == "the handoff broke the protocol: row 1: a second PrebuiltBatch entry"
+    engine.run()
+    assert first.token_ids == first.expected
 
 
 def test_a_grammar_that_a_replica_refuses_is_the_requests_fault() -> None:
