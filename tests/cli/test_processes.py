@@ -314,6 +314,7 @@ def test_up_that_is_killed_leaves_no_process(command: Callable[..., Command]) ->
     assert await_end(up.service_pids)
 
 
+@pytest.mark.thorough
 def test_up_interrupted_while_it_starts_leaves_no_process(
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:

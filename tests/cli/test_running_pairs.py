@@ -157,7 +157,12 @@ def waiting(*arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("info",), ("generate", "Hi"), ("info", "--address=127.0.0.1:{port}"), ("info", "--address=localhost:{port}")],
+    [
+        ("info",),
+        pytest.param(("generate", "Hi"), marks=pytest.mark.thorough),
+        pytest.param(("info", "--address=127.0.0.1:{port}"), marks=pytest.mark.thorough),
+        pytest.param(("info", "--address=localhost:{port}"), marks=pytest.mark.thorough),
+    ],
 )
 def test_commands_wait_for_a_pair_that_is_still_loading(arguments: tuple[str, ...]) -> None:
     port = free_ports(1)[0]
@@ -170,6 +175,7 @@ def test_commands_wait_for_a_pair_that_is_still_loading(arguments: tuple[str, ..
     assert (process.returncode, bool(out)) == (0, True)
 
 
+@pytest.mark.thorough
 def test_a_pair_that_ends_while_it_loads_ends_the_wait() -> None:
     with announced([f"127.0.0.1:{free_ports(1)[0]}"]):
         process = waiting("info")
