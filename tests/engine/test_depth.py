@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import cycle, repeat
 from random import Random
 
 import numpy as np
@@ -23,15 +24,16 @@ HEAD_SHARE = 0.04
 """Lower bound on the head's forward time, as a share of the target's forward time over the same number of tokens."""
 NONE = np.zeros(100, np.int64)
 NUM_STEPS = 1000
+MANY = pytest.param(32, marks=pytest.mark.thorough)
 WARM_UP = 100
 
 
 class Serving:
     """A simulated machine and draft head, for AdaptiveDepth to adapt to.
 
-    A verification takes `verify_s(tokens)` seconds, and `first_takes` times as long the first time for each size. Each
-    draft is right with probability `acceptance`. `pace` slows everything down for a while, and `seconds` adds up the
-    times without that slowdown. Each row ends after `lifetime` steps; the ends are staggered.
+    A verification takes `verify_s(tokens)` seconds. Each draft is right with probability `acceptance`. `pace` slows
+    everything down for a while, and `seconds` adds up the times without that slowdown. Each row ends after `lifetime`
+    steps; the ends are staggered.
     """
 
     def __init__(
@@ -40,7 +42,6 @@ class Serving:
         acceptance: float,
         *,
         deepest: SpecInfo | None = None,
-        first_takes: float = 1.0,
         lifetime: int = 10**9,
     ) -> None:
         self.depth = AdaptiveDepth(deepest or SpecInfo.chain(4))
@@ -48,10 +49,8 @@ class Serving:
         self.verify_s, self.acceptance = verify_s, acceptance
         self.read_s: Seconds = self.head_s
         self.pace = 1.0
-        self.first_takes = first_takes
         self.lifetime = lifetime
         self.age = 0
-        self.sizes_met: set[int] = set()
         self.numbers = Random(3)
         self.chosen: list[SpecInfo] = []
         self.lags = np.empty(0, np.int64)
@@ -80,25 +79,31 @@ class Serving:
             spec_info.num_steps,
             accept_lens,
             draft_s=0.0 if skips_head else self.pace * self.head_s(num_rows) * max(0, spec_info.num_steps - 1),
-            verify_s=self.pace * self.verify_s(num_tokens) * (1 if num_tokens in self.sizes_met else self.first_takes),
+            verify_s=self.pace * self.verify_s(num_tokens),
             extend_s=self.pace * self.read_s(num_read) if num_read else 0.0,
             num_forced=(min(num_forced, spec_info.num_steps),) * num_wanted,
         )
         self.depth.observe(spec_info, draft_lag=lags, stats=stats)
-        self.sizes_met.add(num_tokens)
         self.num_tokens += sum(accept_lens) + num_rows - num_wanted
         self.seconds += (stats.draft_s + stats.verify_s + stats.extend_s) / self.pace
         if spec_info.leaves_seed and not spec_info.num_steps:
             self.seconds_to_begin += stats.extend_s / self.pace
 
-    def run(self, num_rows: int) -> Counter[int]:
-        """Runs steps after a warm-up, and counts how often each depth was chosen."""
-        for _ in range(WARM_UP):
-            self.step(num_rows)
-        self.chosen, self.num_tokens, self.seconds, self.seconds_to_begin = [], 0, 0.0, 0.0
-        for _ in range(NUM_STEPS):
-            self.step(num_rows)
+    def run(self, num_rows: int, *, num_wanted: int | None = None, paces: Iterable[float] = ()) -> Counter[int]:
+        """Runs steps after a warm-up, and counts how often each depth was chosen. `paces` are those of the first
+        steps.
+        """
+        paces = iter(paces)
+        for number in range(WARM_UP + NUM_STEPS):
+            if number == WARM_UP:
+                self.chosen, self.num_tokens, self.seconds, self.seconds_to_begin = [], 0, 0.0, 0.0
+            self.pace = next(paces, 1.0)
+            self.step(num_rows, num_wanted=num_wanted)
         return Counter(spec_info.num_steps for spec_info in self.chosen)
+
+    def check_is_never_much_slower_than_a_fixed_depth(self, num_rows: int) -> None:
+        for depth in range(5):
+            assert self.tokens_per_s > 0.95 * self.tokens_per_s_at(depth, num_rows), f"depth {depth} is faster"
 
     @property
     def tokens_per_s(self) -> float:
@@ -140,38 +145,49 @@ def test_the_depth_with_the_most_tokens_a_second_is_taken(
     assert depths[best] > 0.95 * NUM_STEPS, depths
 
 
-@pytest.mark.parametrize("verify_s", [MEMORY_BOUND, COMPUTE_BOUND, CPU])
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("num_rows", [1, 8, 32])
-def test_it_is_never_much_slower_than_any_fixed_depth(verify_s: Seconds, acceptance: float, num_rows: int) -> None:
+def slow_in_spells(numbers: Random) -> Iterator[float]:
+    """Yields the pace of a machine that is slower by half in some spells, so that depths are measured at different
+    speeds.
+    """
+    for pace in cycle((1.0, 1.5)):
+        yield from repeat(pace, numbers.randrange(20, 200))
+
+
+def bad_at_first(numbers: Random) -> Iterator[float]:
+    """Yields the pace of a machine that computes prompts too at first, so that any step may take five times as long."""
+    return (numbers.choice((1.0, 1.0, 5.0)) for _ in range(WARM_UP))
+
+
+STEADY = lambda numbers: ()  # noqa: E731
+
+
+@pytest.mark.parametrize("verify_s", [MEMORY_BOUND, COMPUTE_BOUND, CPU], ids=["memory", "compute", "cpu"])
+@pytest.mark.parametrize(
+    ("acceptance", "paces"),
+    [
+        *((acceptance, STEADY) for acceptance in (0.0, 0.3, 0.6, 0.9)),
+        *((acceptance, slow_in_spells) for acceptance in (0.3, 0.6)),
+        (0.5, bad_at_first),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.thorough), 8, MANY])
+def test_it_is_never_much_slower_than_any_fixed_depth(
+    verify_s: Seconds, acceptance: float, paces: Callable[[Random], Iterable[float]], num_rows: int
+) -> None:
     serving = Serving(verify_s, acceptance)
-    serving.run(num_rows)
-    for depth in range(5):
-        assert serving.tokens_per_s > 0.95 * serving.tokens_per_s_at(depth, num_rows), f"depth {depth} is faster"
-
-
-@pytest.mark.parametrize("acceptance", [0.02, 0.15, 0.3, 0.8])
-def test_a_slow_first_step_of_a_size_decides_nothing(acceptance: float) -> None:
-    slow, steady = Serving(CPU, acceptance, first_takes=10.0), Serving(CPU, acceptance)
-    for serving in (slow, steady):
-        serving.run(1)
-    assert slow.tokens_per_s > 0.97 * steady.tokens_per_s
+    serving.run(num_rows, paces=paces(Random(num_rows)))
+    serving.check_is_never_much_slower_than_a_fixed_depth(num_rows)
 
 
 @pytest.mark.parametrize(("verify_s", "num_rows"), [(CPU, 8), (CPU, 32), (COMPUTE_BOUND, 8)])
 def test_few_rows_that_want_drafts_do_not_slow_the_others(verify_s: Seconds, num_rows: int) -> None:
     serving = Serving(verify_s, 0.8)
-    for _ in range(WARM_UP):
-        serving.step(num_rows, num_wanted=1)
-    serving.num_tokens, serving.seconds = 0, 0.0
-    for _ in range(NUM_STEPS):
-        serving.step(num_rows, num_wanted=1)
-    plain = num_rows / verify_s(num_rows)
-    assert serving.tokens_per_s > 0.95 * plain
+    serving.run(num_rows, num_wanted=1)
+    assert serving.tokens_per_s > 0.95 * num_rows / verify_s(num_rows)
 
 
 @pytest.mark.parametrize("verify_s", [COMPUTE_BOUND, CPU])
-@pytest.mark.parametrize("num_rows", [8, 32])
+@pytest.mark.parametrize("num_rows", [8, MANY])
 def test_looking_whether_drafts_would_pay_costs_next_to_nothing(verify_s: Seconds, num_rows: int) -> None:
     """Rows end before the draft head's backlog of unread tokens is full, so the head never has to catch up for lack of
     room.
@@ -220,7 +236,7 @@ def test_drafts_pay_for_all_that_comes_with_them_and_for_beginning_within_64_ste
     assert num_seeds > 95 if begins else num_seeds < 10
 
 
-@pytest.mark.parametrize("num_rows", [8, 32])
+@pytest.mark.parametrize("num_rows", [8, MANY])
 def test_after_few_rows_that_drafted_it_costs_many_rows_no_more_to_look(num_rows: int) -> None:
     serving = Serving(CPU, 0.3, lifetime=120)
     serving.run(1)
@@ -252,45 +268,12 @@ def test_a_head_that_has_to_catch_up_for_want_of_room_is_tried_then() -> None:
     assert begun
 
 
+@pytest.mark.thorough
 def test_a_head_that_takes_long_to_catch_up_with_rows_that_end_before_is_tried_every_1024_steps() -> None:
     serving = Serving(CPU, 0.0, lifetime=MAX_DRAFT_LAG - 8)
     serving.run(8)
     serving.read_s = lambda num_tokens: 0.001 if num_tokens <= 16 else 1000.0
     assert all(1024 <= gap < 1024 + 128 for gap in steps_between_probes(serving, 8, 24)[-3:])
-
-
-@pytest.mark.parametrize("verify_s", [MEMORY_BOUND, COMPUTE_BOUND, CPU])
-@pytest.mark.parametrize("acceptance", [0.3, 0.6])
-@pytest.mark.parametrize("num_rows", [1, 8, 32])
-def test_a_machine_that_is_slow_at_times_changes_nothing(verify_s: Seconds, acceptance: float, num_rows: int) -> None:
-    """The machine is slower by half in some spells, so depths are measured at different speeds."""
-    serving = Serving(verify_s, acceptance)
-    spells = Random(num_rows)
-    num_left = 0
-    for number in range(WARM_UP + 2 * NUM_STEPS):
-        if number == WARM_UP:
-            serving.num_tokens, serving.seconds = 0, 0.0
-        if num_left == 0:
-            num_left, serving.pace = spells.randrange(20, 200), 2.5 - serving.pace
-        num_left -= 1
-        serving.step(num_rows)
-    for depth in range(5):
-        assert serving.tokens_per_s > 0.95 * serving.tokens_per_s_at(depth, num_rows), f"depth {depth} is faster"
-
-
-@pytest.mark.parametrize("num_rows", [1, 8, 32])
-@pytest.mark.parametrize("seed", range(4))
-def test_what_was_measured_in_bad_moments_is_measured_again(num_rows: int, seed: int) -> None:
-    """While the first steps run, prompts are computed too, so any of these steps may take five times as long."""
-    serving = Serving(CPU, 0.5)
-    moments = Random(seed)
-    for _ in range(WARM_UP):
-        serving.pace = moments.choice((1.0, 1.0, 5.0))
-        serving.step(num_rows)
-    serving.pace = 1.0
-    serving.run(num_rows)
-    for depth in range(5):
-        assert serving.tokens_per_s > 0.95 * serving.tokens_per_s_at(depth, num_rows), f"depth {depth} is faster"
 
 
 def test_it_follows_a_change_of_load_and_of_text() -> None:
@@ -304,7 +287,7 @@ def test_it_follows_a_change_of_load_and_of_text() -> None:
 
 def test_a_step_drafts_only_from_a_seed_that_was_left() -> None:
     serving = Serving(CPU, 0.8)
-    for num_rows in (1, 32, 1, 16, 2):
+    for num_rows in (1, 32, 2):
         serving.run(num_rows)
         for before, spec_info in zip(serving.chosen, serving.chosen[1:], strict=False):
             assert not spec_info.num_steps or before.leaves_seed
@@ -344,7 +327,7 @@ def test_forced_drafts_are_made_as_deep_as_they_go_and_say_nothing_of_the_head()
     assert not any(spec_info.leaves_seed for spec_info in serving.chosen[-16:]), "seeds are left for nothing"
 
 
-@pytest.mark.parametrize("reads_drafts", [True, False])
+@pytest.mark.parametrize("reads_drafts", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_a_head_that_becomes_good_is_seen_between_steps_of_forced_drafts(reads_drafts: bool) -> None:
     serving = Serving(CPU, 0.02, deepest=replace(SpecInfo.chain(4), reads_drafts=reads_drafts))
     for acceptance in (0.02, 0.9):
