@@ -6,19 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from common.errors import EngineFault
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch
+from tests.support.drafted import SHAPES, Drafted
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 Tiny = Callable[[str], TargetModel]
 Corrupt = Callable[[KvSegment], Sequence[KvSegment]]
-CorruptColumns = Callable[[PrebuiltBatch, int], Sequence[PrebuiltBatch]]
+CorruptColumns = Callable[[PrebuiltBatch], Sequence[PrebuiltBatch]]
 VICTIM = 1
 NUM_ROWS = 4
 NEW_TOKENS = 8
@@ -37,25 +40,24 @@ SEGMENTS: dict[str, Corrupt] = {
 }
 
 
-def with_column(columns: PrebuiltBatch, name: str, entry: int, value: int) -> PrebuiltBatch:
+def with_first(columns: PrebuiltBatch, name: str, value: int) -> Sequence[PrebuiltBatch]:
     changed = getattr(columns, name).copy()
-    changed[entry] = value
-    return replace(columns, **{name: changed})
-
-
-def with_bytes_sent(columns: PrebuiltBatch, entry: int, change: int) -> PrebuiltBatch:
-    sent = {name: sizes + change * (np.arange(len(sizes)) == entry) for name, sizes in columns.bytes_sent.items()}
-    return replace(columns, bytes_sent=sent)
+    changed[0] = value
+    return [replace(columns, **{name: changed})]
 
 
 PREBUILT: dict[str, CorruptColumns] = {
-    "comes twice": lambda columns, entry: [columns, columns],
-    "has a longer seq_len": lambda columns, entry: [with_column(columns, "seq_lens", entry, 41)],
-    "has seq_len 0": lambda columns, entry: [with_column(columns, "seq_lens", entry, 0)],
-    "has a token past the vocabulary": lambda columns, entry: [with_column(columns, "first_token_ids", entry, 1 << 20)],
-    "has a negative token": lambda columns, entry: [with_column(columns, "first_token_ids", entry, -1)],
-    "names no layer group": lambda columns, entry: [replace(columns, bytes_sent={})],
+    "comes twice": lambda columns: [columns, columns],
+    "has a longer seq_len": lambda columns: with_first(columns, "seq_lens", 41),
+    "has seq_len 0": lambda columns: with_first(columns, "seq_lens", 0),
+    "has a token past the vocabulary": lambda columns: with_first(columns, "first_token_ids", 1 << 20),
+    "has a negative token": lambda columns: with_first(columns, "first_token_ids", -1),
+    "names no layer group": lambda columns: [replace(columns, bytes_sent={})],
+    "counts other bytes than came": lambda columns: [
+        replace(columns, bytes_sent={name: sizes + 4 for name, sizes in columns.bytes_sent.items()})
+    ],
 }
+"""What is wrong with a PrebuiltBatch of one row."""
 
 
 def submit_all(pair: InProcessPair) -> None:
@@ -86,43 +88,30 @@ def assert_only_the_victim_failed(pair: InProcessPair, undisturbed: dict[str, li
     assert after.token_ids == undisturbed["0"], "the engines serve on"
 
 
+def tampered_once(pair: InProcessPair, change: Callable[[Frame], Sequence[Frame] | None]) -> None:
+    """Lets `change` replace the first frame for which it returns others, and runs all requests."""
+    changed: list[Frame] = []
+
+    def tamper(frame: Frame) -> Sequence[Frame]:
+        arriving = None if changed else change(frame)
+        if arriving is None:
+            return [frame]
+        changed.append(frame)
+        return arriving
+
+    pair.tamper = tamper
+    submit_all(pair)
+    pair.run()
+
+
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_a_broken_segment(name: str, make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]) -> None:
+    def change(frame: Frame) -> Sequence[Frame] | None:
+        return SEGMENTS[name](frame) if isinstance(frame, KvSegment) and frame.row == VICTIM else None
+
     pair = make_pair(tiny_target("llama"), OPTIONS)
-    broken: list[Frame] = []
-
-    def tamper(frame: Frame) -> Sequence[Frame]:
-        if not broken and isinstance(frame, KvSegment) and frame.row == VICTIM:
-            broken.append(frame)
-            return SEGMENTS[name](frame)
-        return [frame]
-
-    pair.tamper = tamper
-    submit_all(pair)
-    pair.run()
+    tampered_once(pair, change)
     assert pair.decode.load().num_row_retries > 0, "the other rows of the call were retried"
-    assert pair.outcomes[str(VICTIM)].token_ids == []
-    assert_only_the_victim_failed(pair, undisturbed)
-
-
-@pytest.mark.parametrize("name", PREBUILT)
-def test_a_broken_prebuilt_batch(
-    name: str, make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
-) -> None:
-    pair = make_pair(tiny_target("llama"), OPTIONS)
-    broken: list[Frame] = []
-
-    def tamper(frame: Frame) -> Sequence[Frame]:
-        if not broken and isinstance(frame, PrebuiltBatch) and VICTIM in frame.rows:
-            broken.append(frame)
-            parts = one_by_one(frame)
-            entry = frame.rows.tolist().index(VICTIM)
-            return [*PREBUILT[name](parts.pop(entry), 0), *parts]
-        return [frame]
-
-    pair.tamper = tamper
-    submit_all(pair)
-    pair.run()
     assert pair.outcomes[str(VICTIM)].token_ids == []
     assert_only_the_victim_failed(pair, undisturbed)
 
@@ -144,40 +133,39 @@ def one_by_one(columns: PrebuiltBatch) -> list[PrebuiltBatch]:
     ]
 
 
-def test_a_count_of_bytes_that_disagrees_with_what_came(
-    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+def entry_of_the_victim(frame: Frame) -> tuple[PrebuiltBatch, list[PrebuiltBatch]] | None:
+    """Returns the victim's entry of a PrebuiltBatch, and the other entries."""
+    if not isinstance(frame, PrebuiltBatch) or VICTIM not in frame.rows:
+        return None
+    entries = one_by_one(frame)
+    return entries.pop(frame.rows.tolist().index(VICTIM)), entries
+
+
+@pytest.mark.parametrize("name", PREBUILT)
+def test_a_broken_prebuilt_batch(
+    name: str, make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
+    def change(frame: Frame) -> Sequence[Frame] | None:
+        found = entry_of_the_victim(frame)
+        return found and [*PREBUILT[name](found[0]), *found[1]]
+
     pair = make_pair(tiny_target("llama"), OPTIONS)
-
-    def tamper(frame: Frame) -> Sequence[Frame]:
-        if isinstance(frame, PrebuiltBatch) and VICTIM in frame.rows:
-            return [with_bytes_sent(frame, frame.rows.tolist().index(VICTIM), 4)]
-        return [frame]
-
-    pair.tamper = tamper
-    submit_all(pair)
-    pair.run()
+    tampered_once(pair, change)
     error = pair.outcomes[str(VICTIM)].error
-    assert isinstance(error, EngineFault) and "bytes were sent" in str(error)
+    assert pair.outcomes[str(VICTIM)].token_ids == []
+    assert name != "counts other bytes than came" or "bytes were sent" in str(error)
     assert_only_the_victim_failed(pair, undisturbed)
 
 
 def test_a_call_that_ends_without_a_row_has_lost_it(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
+    def drop(frame: Frame) -> Sequence[Frame] | None:
+        found = entry_of_the_victim(frame)
+        return found and found[1]
+
     pair = make_pair(tiny_target("llama"), OPTIONS)
-    dropped: list[Frame] = []
-
-    def tamper(frame: Frame) -> Sequence[Frame]:
-        if not dropped and isinstance(frame, PrebuiltBatch) and VICTIM in frame.rows:
-            dropped.append(frame)
-            entry = frame.rows.tolist().index(VICTIM)
-            return [part for i, part in enumerate(one_by_one(frame)) if i != entry]
-        return [frame]
-
-    pair.tamper = tamper
-    submit_all(pair)
-    pair.run()
+    tampered_once(pair, drop)
     assert pair.decode.load().num_row_retries == 1
     assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()} == undisturbed
 
@@ -203,3 +191,48 @@ def test_frames_may_come_in_any_order_within_a_row(
     submit_all(pair)
     pair.run()
     assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()} == undisturbed
+
+
+# ---- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def beyond(column: NDArray[Any]) -> None:
+    column[:] = 10**6
+
+
+def negative(column: NDArray[Any]) -> None:
+    column[:] = -1
+
+
+def twice(column: NDArray[Any]) -> None:
+    column[:, 1] = column[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "said"),
+    [
+        (beyond, "chain-4", "not in the vocabulary"),
+        (negative, "chain-4", "not in the vocabulary"),
+        (twice, "tree-2x4-9", "names a token twice"),
+    ],
+    ids=["beyond", "negative", "twice"],
+)
+def test_drafts_that_are_none_lose_their_row_alone(
+    change: Callable[[NDArray[Any]], None], shape: str, said: str, leaning: Drafted, make_pair: MakePair
+) -> None:
+    def tamper(frame: Frame) -> list[Frame]:
+        if not isinstance(frame, PrebuiltBatch):
+            return [frame]
+        column = np.array(frame.seed_columns["topk_index"])
+        change(column)
+        return [replace(frame, seed_columns={**frame.seed_columns, "topk_index": column})]
+
+    sampling = ResolvedSampling(seed=9, max_tokens=20, temperature=0.0)
+    pair = make_pair(leaning.target, PairOptions(max_handoff_attempts=1, **SHAPES[shape]), draft=leaning.head)
+    others = [pair.submit(str(number), [4 + number, 9, 10], sampling) for number in range(3)]
+    pair.run(until=lambda: all(len(outcome.token_ids) > 3 for outcome in others))
+    pair.tamper = tamper
+    bad = pair.submit("bad", [8, 9, 10], sampling)
+    pair.run()
+    assert bad.error is not None and said in str(bad.error)
+    assert all(outcome.finished is not None for outcome in others)
