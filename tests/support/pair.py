@@ -546,11 +546,11 @@ MakePair = Callable[..., InProcessPair]
 
 
 @contextmanager
-def pairs_that_keep_all() -> Iterator[MakePair]:
+def pairs_that_keep_all(*, bound_s: float = 60.0) -> Iterator[MakePair]:
     """Yields a function that makes pairs; it takes InProcessPair's arguments, with the options second.
 
-    At the end every row and slot of each pair must be free again (docs/field_rules.md, A6); otherwise it raises
-    AssertionError.
+    At the end every row and slot of each pair must be free again within `bound_s` (docs/field_rules.md, A6); otherwise
+    it raises AssertionError.
     """
     made: list[InProcessPair] = []
 
@@ -561,7 +561,7 @@ def pairs_that_keep_all() -> Iterator[MakePair]:
     try:
         yield make
         for pair in made:
-            pair.settle()
+            pair.settle(bound_s=bound_s)
     finally:
         for pair in made:
             pair.close()
