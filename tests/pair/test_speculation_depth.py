@@ -1,41 +1,15 @@
-"""Tests that tokens are the same at any draft depth and whichever requests want drafts, and that the counts report what
-was drafted.
+"""Tests that only requests that want drafts have them, that drafts give way to requests, and that the counts report
+what was drafted.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import random
-
-import numpy as np
-import pytest
-from numpy.typing import NDArray
-
 from common.sampling.params import ResolvedSampling
-from decode_service.speculate.depth import FixedDepth
-from decode_service.speculate.spec_info import SpecInfo
-from tests.support.drafted import SHAPES, Counts, Drafted, assert_same
+from tests.support.drafted import Counts, Drafted, assert_same
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 NUM_REQUESTS = 12
 NEW_TOKENS = 40
-
-
-class ScriptedDepth(FixedDepth):
-    """Chooses a random depth for each step. A step leaves a draft seed only if the next step drafts."""
-
-    def __init__(self, deepest: SpecInfo) -> None:
-        super().__init__(deepest)
-        numbers = random.Random(5)
-        self._depths = [numbers.choice((0, 0, *range(deepest.num_steps + 1))) for _ in range(1000)]
-        self._deepest = deepest
-
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
-        spec_info = self._deepest.at_depth(self._depths[-1] if num_wanted else 0)
-        return spec_info if self._depths[-2] else spec_info.without_seed()
-
-    def launched(self, spec_info: SpecInfo) -> None:
-        self._depths.pop()
 
 
 def run(pair: InProcessPair, *, undrafted: frozenset[int] = frozenset()) -> InProcessPair:
@@ -48,34 +22,6 @@ def run(pair: InProcessPair, *, undrafted: frozenset[int] = frozenset()) -> InPr
         pair.submit(str(number), tokens, sampling, wants_drafts=number not in undrafted)
     pair.run()
     return pair
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize(
-    ("head", "shape"), [("leaning", "chain-4"), ("leaning", "tree-4x3-15"), ("leaning_layers", "chain-4")]
-)
-def test_the_depth_may_change_with_every_step(
-    head: str, shape: str, overlap: bool, make_pair: MakePair, request: pytest.FixtureRequest
-) -> None:
-    drafted: Drafted = request.getfixturevalue(head)
-    options = PairOptions(overlap=overlap, **SHAPES[shape])
-    plain = run(make_pair(drafted.target, options))
-    scripted = dataclasses.replace(options, depth=ScriptedDepth(options.spec_info))
-    pair = run(make_pair(drafted.target, scripted, draft=drafted.head))
-    for name, expected in plain.outcomes.items():
-        assert_same(pair.outcomes[name], expected)
-    levels = {step.speculation.num_levels for step in pair.decode_steps if step.speculation}
-    assert levels == set(range(options.spec_info.num_steps + 1))
-    assert Counts.of(pair.outcomes.values()).num_accepted > NUM_REQUESTS
-
-
-def test_adaptive_depth_changes_nothing_but_speed(leaning: Drafted, make_pair: MakePair) -> None:
-    plain = run(make_pair(leaning.target, PairOptions()))
-    pair = run(make_pair(leaning.target, PairOptions(adapts_depth=True), draft=leaning.head))
-    for name, expected in plain.outcomes.items():
-        assert_same(pair.outcomes[name], expected)
-    levels = [step.speculation.num_levels for step in pair.decode_steps if step.speculation]
-    assert len(levels) == len(pair.decode_steps) and len(set(levels)) > 1, "every step was as deep"
 
 
 def test_no_draft_counts_for_a_request_that_wants_none(copying: Drafted, make_pair: MakePair) -> None:
@@ -92,11 +38,6 @@ def test_no_draft_counts_for_a_request_that_wants_none(copying: Drafted, make_pa
         else:
             assert outcome.finished.speculation is not None
             assert outcome.num_deliveries < NEW_TOKENS
-
-
-def test_nothing_is_drafted_when_nobody_wants_it(copying: Drafted, make_pair: MakePair) -> None:
-    pair = run(make_pair(copying.target, PairOptions(), draft=copying.head), undrafted=frozenset(range(NUM_REQUESTS)))
-    assert {step.speculation.num_levels for step in pair.decode_steps if step.speculation} == {0}
 
 
 def test_a_request_is_told_what_was_drafted_and_accepted_at_each_position(
@@ -116,3 +57,16 @@ def test_a_request_is_told_what_was_drafted_and_accepted_at_each_position(
     accepted = sum(accept_len - 1 for step in steps for accept_len in step.accept_lens)
     assert accepted >= Counts.of(pair.outcomes.values()).num_accepted
     assert all(step.verify_s > 0 and step.draft_s > 0 and step.extend_s > 0 for step in steps)
+
+
+def test_drafts_are_given_up_before_a_request_is(copying: Drafted, make_pair: MakePair) -> None:
+    """Two requests fill the pool together, and near their ends no slot is left for drafts."""
+    pair = make_pair(copying.target, PairOptions(decode_tokens=112, num_draft_tokens=5), draft=copying.head)
+    for number in range(2):
+        sampling = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS, temperature=(0.0, 1.0)[number])
+        pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(16)], sampling)
+    pair.run()
+    assert all(outcome.finished is not None for outcome in pair.outcomes.values())
+    assert pair.decode.load().num_retractions == 0
+    levels = {step.speculation.num_levels for step in pair.decode_steps if step.speculation}
+    assert levels == {0, 5}, "slots were never short"
