@@ -28,12 +28,12 @@ from tests.support.models import SMALL_VOCAB_SIZE, save_last_token_model
 from tests.support.pair import Outcome, PairOptions, pairs_that_keep_all
 from tests.support.quantized import QuantizedModel, save_quantized_model
 from tests.support.ranked import ranked_model
-from tests.support.running_pair import BOUND_S, prefill_counters, running_pair
+from tests.support.running_pair import BOUND_S, prefill_counters, running_pair, stopped, wait_until
 
 NUM_SHARED, NEW_TOKENS = 30, 48
 _NUM_REQUESTS, _NUM_CHOICES = 9, 3
 _CHUNK_TOKENS, _LOCAL_PREFILL_TOKENS = 16, 12
-_DECODE_TOKENS = 128
+_DECODE_TOKENS = 136
 """Slots of the decode service: too few for all requests at once, so that some are retracted."""
 _OF_MODEL = frozenset({"windows", "experts", "quantised weights"})
 
@@ -171,6 +171,17 @@ def asked() -> Iterator[Asked]:
                 None if is_free else LANGUAGES[language],
                 choice_index,
             )
+
+
+def _longest() -> list[Asked]:
+    """Returns two requests that together need more slots than the decode service has, if they share none. Neither has a
+    grammar, so nothing is compiled before they are handed over.
+    """
+    longest = max(len(each.prompt) for each in asked())
+    free = [each for each in asked() if each.language is None and not each.choice_index]
+    assert [len(each.prompt) for each in free] == [longest] * 2
+    assert 2 * longest < _DECODE_TOKENS < 2 * (longest + NEW_TOKENS)
+    return free
 
 
 Logprobs = tuple[float, tuple[int, ...]]
@@ -340,27 +351,35 @@ def _run_services(
         ) as pair,
         ThreadPoolExecutor(_NUM_REQUESTS) as clients,
     ):
-        complete = partial(_complete, pair.client)
+
+        def note(each: Asked, completion: Completion) -> None:
+            outputs.token_ids[each.name] = completion.token_ids
+            outputs.logprobs[each.name] = [
+                (position.chosen.logprob, tuple(token.token_id for token in position.top))
+                for position in completion.logprobs
+            ]
+            used.append(
+                each.used(
+                    completion.timings,
+                    completion.speculation,
+                    shape,
+                    transport="KV through NIXL",
+                    overlap=overlap,
+                    is_ranked=True,
+                    kv_dtype=kv_dtype,
+                )
+            )
+
+        with stopped(*pair.processes.prefill):  # until both have slots for their prompts, and few are left to grow into
+            both = [(each, clients.submit(_complete, pair.client, each, cache_salt=each.name)) for each in _longest()]
+            wait_until(lambda: pair.load().rows.free == pair.load().rows.total - len(both), about=pair.load)
+        for each, completion in both:
+            note(each, completion.result())
+            assert completion.result().token_ids == expected.token_ids[each.name]
         for wave in (0, 1):
             requests = [each for each in asked() if each.wave == wave]
-            for each, completion in zip(requests, clients.map(complete, requests), strict=True):
-                outputs.token_ids[each.name] = completion.token_ids
-                outputs.logprobs[each.name] = [
-                    (position.chosen.logprob, tuple(token.token_id for token in position.top))
-                    for position in completion.logprobs
-                ]
-                timings, speculation = completion.timings, completion.speculation
-                used.append(
-                    each.used(
-                        timings,
-                        speculation,
-                        shape,
-                        transport="KV through NIXL",
-                        overlap=overlap,
-                        is_ranked=True,
-                        kv_dtype=kv_dtype,
-                    )
-                )
+            for each, completion in zip(requests, clients.map(partial(_complete, pair.client), requests), strict=True):
+                note(each, completion)
         counted = prefill_counters(pair)
     assert counted["baton_handoff_bytes_total"] == counted["baton_handoff_lent_bytes_total"] > 0
     assert any({"KV through NIXL", "retraction"} <= each for each in used), "the pool was never short"
@@ -368,11 +387,12 @@ def _run_services(
     return used
 
 
-def _complete(client: Client, each: Asked) -> Completion:
+def _complete(client: Client, each: Asked, *, cache_salt: str | None = None) -> Completion:
     sampling = each.sampling
     return client.complete(
         token_ids=each.prompt,
         choice_index=each.choice_index,
+        cache_salt=cache_salt,
         timeout_s=BOUND_S,
         temperature=sampling.temperature,
         seed=sampling.seed,
