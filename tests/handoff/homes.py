@@ -1,14 +1,10 @@
-"""The settings ("homes") in which the contract tests run a handoff: one process, gRPC, and gRPC with shared memory or
-NIXL.
-"""
+"""The settings ("homes") in which the contract tests run a handoff: gRPC, and gRPC with shared memory or NIXL."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -19,23 +15,14 @@ from common.kv.shared_pool import DIRECTORY, SharedPool
 from common.nixl.child import TransferProcess
 from common.service.server import ServiceServer
 from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import HandoffRow, KvSegment
+from common.wire.handoff import KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport
-from decode_service.handoff.in_process import InProcessTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import HandoffTransport, TransportReport
 from decode_service.messages import FrameArrived, SegmentsLanded
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.nixl_lender import NixlLender
-from prefill_service.messages import (
-    BytesSent,
-    CallDone,
-    CancelCallRows,
-    CloseCall,
-    Event,
-    FrameReady,
-    OpenCall,
-)
+from prefill_service.messages import Event, FrameReady
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread
 from tests.support.prefill_edge import PrefillEdge, start_prefill_edge
@@ -53,79 +40,16 @@ FAST = HandoffTimeouts(
 """Time-outs that nothing reaches by chance, and polls that follow each other at once."""
 
 
-class Home(Protocol):
-    address: str
-    transport: HandoffTransport
-    most_under_way: int
-    """The most segments that the prefill side can send beyond the decode side's receive budget."""
-
-    def lose_peer(self) -> None:
-        """Loses the prefill side, as if its process had been killed."""
-
-    def close_transport(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _PrefillPort:
-    def __init__(self, prefill: ScriptedPrefill) -> None:
-        self._prefill = prefill
-
-    def open_call(self, call_id: str, rows: tuple[HandoffRow, ...]) -> None:
-        self._prefill.post(OpenCall(call_id, rows))
-
-    def cancel(self, call_id: str, rows: tuple[int, ...]) -> None:
-        self._prefill.post(CancelCallRows(call_id, rows))
-
-    def close(self, call_id: str) -> None:
-        self._prefill.post(CloseCall(call_id))
-
-    def sent(self, call_id: str, num_bytes: int) -> None:
-        self._prefill.post(BytesSent(call_id, num_bytes))
-
-
-class InProcessHome:
-    most_under_way = 0
-
-    def __init__(
-        self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
-    ) -> None:
-        self.address = "in-process"
-        self._in_process = InProcessTransport(
-            post=decode.post,
-            prefill=_PrefillPort(prefill),
-            address=self.address,
-            receive_budget_bytes=receive_budget_bytes,
-        )
-        self.transport: HandoffTransport = self._in_process
-        prefill.deliver = self._deliver
-        asyncio.run(self.transport.open())
-
-    def _deliver(self, events: Sequence[Event]) -> None:
-        for event in events:
-            match event:
-                case FrameReady(call_id, frame):
-                    self._in_process.frame_ready(call_id, frame)
-                case CallDone(call_id):
-                    self._in_process.call_done(call_id)
-
-    def lose_peer(self) -> None:
-        self._in_process.peer_lost("the prefill engine died")
-
-    def close_transport(self) -> None:
-        asyncio.run(self.transport.close())
-
-    def close(self) -> None:
-        self.close_transport()
-
-
 class GrpcHome:
     """A home with the real gRPC edge and transport between the scripted engines, in one event loop."""
 
     shared_pool: SharedPool | None = None
     stall_timeout_s = 60.0
     timeouts = FAST
-    most_under_way = 4  # one read ahead, one in the window, and one held at each end
+    most_under_way = 4
+    """The most segments that the prefill side can send beyond the decode side's receive budget: one read ahead, one in
+    the window, and one held at each end.
+    """
 
     def __init__(
         self, prefill: ScriptedPrefill, decode: RecordingDecode, fingerprint: Fingerprint, receive_budget_bytes: int
@@ -174,6 +98,7 @@ class GrpcHome:
         return transport
 
     def lose_peer(self) -> None:
+        """Loses the prefill side, as if its process had been killed."""
         self._loop.run(self._edge.server.stop(0))
 
     def close_transport(self) -> None:

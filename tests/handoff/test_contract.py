@@ -10,11 +10,18 @@ import pytest
 
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, PrefillUnavailable
-from common.wire.handoff import Accepted
+from common.wire.handoff import Accepted, Frame
 from decode_service.handoff.nixl_pool import NixlPool
-from decode_service.messages import BreakCall, CancelHandoffRows, FrameArrived, SegmentsLanded, StartHandoff
+from decode_service.messages import (
+    BreakCall,
+    CallEnded,
+    CancelHandoffRows,
+    ReplicasChanged,
+    SegmentsLanded,
+    StartHandoff,
+)
 from prefill_service.messages import CancelCallRows, OpenCall
-from tests.handoff.homes import GrpcHome, Home, InProcessHome, NixlHome, NixlPeers, SharedMemoryHome
+from tests.handoff.homes import GrpcHome, NixlHome, NixlPeers, SharedMemoryHome
 from tests.handoff.samples import (
     FINGERPRINT,
     ROOMY_BUDGET_BYTES,
@@ -31,7 +38,7 @@ from tests.wire.strategies import comparable
 
 @dataclass(frozen=True)
 class Pair:
-    home: Home
+    home: GrpcHome
     prefill: ScriptedPrefill
     decode: RecordingDecode
 
@@ -80,11 +87,9 @@ def nixl_peers() -> Iterator[NixlPeers]:
     peers.close()
 
 
-@pytest.fixture(
-    params=[InProcessHome, GrpcHome, SharedMemoryHome, NixlHome], ids=["in_process", "grpc", "shared_memory", "nixl"]
-)
+@pytest.fixture(params=[GrpcHome, SharedMemoryHome, NixlHome], ids=["grpc", "shared_memory", "nixl"])
 def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
-    homes: list[Home] = []
+    homes: list[GrpcHome] = []
     peers = (request.getfixturevalue("nixl_peers"),) if request.param is NixlHome else ()
 
     def make(receive_budget_bytes: int) -> Pair:
@@ -117,32 +122,22 @@ def test_accepted_is_the_first_frame(pair: Pair) -> None:
     assert accepted.instance_id
 
 
-def test_frames_arrive_as_emitted_segments_out_of_order_within_a_row_included(pair: Pair) -> None:
-    call = pair.start(row("first"), row("second"))
-    emitted = [segment(0, 2), segment(1, 0), segment(0, 0), segment(1, 1), segment(0, 1), prebuilt(0, 1)]
+@pytest.mark.parametrize(
+    "emitted",
+    [
+        [segment(0, 2), segment(1, 0), segment(0, 0), segment(1, 1), segment(0, 1), prebuilt(0, 1)],
+        [logprobs(0, 1, 64), segment(0, 0), segment(1, 0), logprobs(0, 64, 128), segment(0, 1), prebuilt(0, 1)],
+        [segment(0, 0), segment(1, 0), prebuilt(0, 1), segment(1, 1), segment(0, 1)],
+    ],
+    ids=["segments out of order", "log-probabilities between", "the batch before the last segments"],
+)
+def test_frames_arrive_as_they_are_emitted(pair: Pair, emitted: list[Frame]) -> None:
+    call = pair.start(row("first", num_prompt_logprobs=2), row("second"))
     pair.prefill.emit(call, *emitted)
     pair.prefill.finish(call)
     assert pair.decode.ended("call").error is None
-    assert [comparable(frame) for frame in pair.decode.frames("call", 6)] == [comparable(frame) for frame in emitted]
-
-
-def test_log_probabilities_of_the_prompt_keep_their_place_among_the_frames(pair: Pair) -> None:
-    call = pair.start(row("scored", num_prompt_logprobs=2), row("plain"))
-    emitted = [logprobs(0, 1, 64), segment(0, 0), segment(1, 0), logprobs(0, 64, 128), segment(0, 1), prebuilt(0, 1)]
-    pair.prefill.emit(call, *emitted)
-    pair.prefill.finish(call)
-    assert pair.decode.ended("call").error is None
-    assert [comparable(frame) for frame in pair.decode.frames("call", 6)] == [comparable(frame) for frame in emitted]
-
-
-def test_a_prebuilt_batch_may_come_before_the_last_segment(pair: Pair) -> None:
-    call = pair.start()
-    pair.prefill.emit(call, segment(0, 0), prebuilt(0))
-    pair.decode.frames("call", 2)
-    pair.prefill.emit(call, segment(0, 1))
-    pair.prefill.finish(call)
-    assert pair.decode.ended("call").error is None
-    assert comparable(pair.decode.frames("call", 3)[-1]) == comparable(segment(0, 1))
+    frames = pair.decode.frames("call", len(emitted))
+    assert [comparable(frame) for frame in frames] == [comparable(frame) for frame in emitted]
 
 
 def test_a_row_fails_alone(pair: Pair) -> None:
@@ -203,20 +198,11 @@ def test_losing_the_peer_ends_every_call_and_marks_the_replica(pair: Pair) -> No
     replica = pair.decode.latest_replica(lambda replica: not replica.is_ready)
     assert isinstance(replica.error, PrefillUnavailable)
 
-
-def test_the_replica_is_marked_before_its_call_ends_so_that_a_retry_goes_elsewhere(pair: Pair) -> None:
-    pair.start()
-    pair.home.lose_peer()
-    pair.decode.ended("call")
     reports = pair.decode.reports.all()
-    end = next(place for place, report in enumerate(reports) if report == pair.decode.ended("call"))
-    states = [report for report in reports[:end] if not isinstance(report, FrameArrived)]
-    assert not states[-1].replicas[0].is_ready  # type: ignore[union-attr]
+    first_end = next(place for place, report in enumerate(reports) if isinstance(report, CallEnded))
+    states = [report for report in reports[:first_end] if isinstance(report, ReplicasChanged)]
+    assert not states[-1].replicas[0].is_ready, "a retry would go there"
 
-
-def test_a_call_to_a_lost_peer_ends_at_once(pair: Pair) -> None:
-    pair.home.lose_peer()
-    pair.decode.latest_replica(lambda replica: not replica.is_ready)
     pair.home.transport.start(StartHandoff("late", pair.home.address, (row(),)))
     assert isinstance(pair.decode.ended("late").error, PrefillUnavailable)
     assert pair.decode.arrived("late") == []
