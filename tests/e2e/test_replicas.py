@@ -196,37 +196,3 @@ def test_all_services_killed_and_started_again_in_either_order_serve_again_and_n
         outcomes.wait_for_more(12)
     assert outcomes.errors == []
     start(pair, [])
-
-
-def test_each_decode_service_that_is_ready_gets_its_turn_and_one_that_drains_gets_none(
-    pair: RunningPair, undisturbed: list[Completion]
-) -> None:
-    """The client of this test does not resume streams."""
-    with Client(",".join(pair.processes.decode_addresses), channel_overrides=RECONNECT_AT_ONCE) as client:
-        wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)
-        stream = endless(pair.decodes[0])
-        decode = pair.processes.decode[0]
-        remaining = pair.decodes[1].load().instance_id
-        decode.terminate()
-        wait_until(lambda: {client.load().instance_id for _ in range(4)} == {remaining})
-        for _ in range(4):
-            client.complete(token_ids=[10], max_tokens=1)
-        assert error_of(stream).reason == "DRAINING"
-        assert decode.wait(BOUND_S)
-        for _ in range(4):
-            client.complete(token_ids=[10], max_tokens=1)
-        start(pair, [decode])
-        wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)
-
-
-def test_a_conversation_goes_back_to_the_decode_service_that_has_its_kv(pair: RunningPair, client: Client) -> None:
-    wait_until(lambda: len({client.load().instance_id for _ in range(4)}) == 2)
-    conversations = [[10 + number] * 128 for number in range(5)]  # odd, so that taking turns would move each
-    kv_bytes: list[list[int]] = []
-    for _ in range(3):
-        answers = [client.complete(token_ids=token_ids, max_tokens=4, ignore_eos=True) for token_ids in conversations]
-        kv_bytes.append([answer.timings.kv_bytes for answer in answers])
-        for token_ids, answer in zip(conversations, answers, strict=True):
-            token_ids += (*answer.token_ids, *[5] * 8)
-    first, *later = kv_bytes
-    assert max(max(turn) for turn in later) * 4 < min(first), kv_bytes

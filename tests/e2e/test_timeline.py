@@ -5,6 +5,7 @@ service to the other.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import threading
 from collections import defaultdict
@@ -64,21 +65,26 @@ def pair(plain_pair: RunningPair) -> RunningPair:
 
 @pytest.fixture(scope="module")
 def trace(pair: RunningPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The trace of one second in which requests come one after the other."""
+    """The trace of some seconds in which requests come one after the other, and a few are answered."""
     path = tmp_path_factory.mktemp("trace") / "pair.json.gz"
-    is_over = threading.Event()
+    services = ["--decode", pair.client.address, "--prefill", pair.prefills[0].address]
+    is_over, num_answered = threading.Event(), itertools.count()
 
     def ask() -> None:
         while not is_over.is_set():
             pair.client.complete(
                 "the quick brown fox", max_tokens=NEW_TOKENS, ignore_eos=True, timeout_s=BOUND_S, cache_prompt=False
             )
+            next(num_answered)
 
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        services = ["--decode", pair.client.address, "--prefill", pair.prefills[0].address]
-        result = CliRunner().invoke(app, ["trace", *services, "--seconds", "1", "--output", str(path)])
+        for seconds in (1, 4, 16):
+            before = next(num_answered)
+            result = CliRunner().invoke(app, ["trace", *services, f"--seconds={seconds}", "--output", str(path)])
+            if next(num_answered) - before > 4:
+                break
     finally:
         is_over.set()
         asking.join(BOUND_S)
@@ -88,10 +94,14 @@ def trace(pair: RunningPair, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return loaded
 
 
+def services_of(trace: dict[str, Any]) -> dict[int, str]:
+    events = trace["traceEvents"]
+    return {each["pid"]: each["args"]["name"].split()[0] for each in events if each["name"] == "process_name"}
+
+
 def by_track(trace: dict[str, Any], phase: str) -> dict[Track, list[dict[str, Any]]]:
     """Returns the trace's events with this phase, by their track."""
-    events = trace["traceEvents"]
-    services = {each["pid"]: each["args"]["name"].split()[0] for each in events if each["name"] == "process_name"}
+    events, services = trace["traceEvents"], services_of(trace)
     names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
     found: dict[Track, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
@@ -101,10 +111,9 @@ def by_track(trace: dict[str, Any], phase: str) -> dict[Track, list[dict[str, An
 
 
 def test_every_service_has_its_tracks(trace: dict[str, Any]) -> None:
-    events = trace["traceEvents"]
-    services = {each["pid"]: each["args"]["name"].split()[0] for each in events if each["name"] == "process_name"}
+    services = services_of(trace)
     tracks: dict[str, set[str]] = defaultdict(set)
-    for event in events:
+    for event in trace["traceEvents"]:
         if event["name"] == "thread_name":
             tracks[services[event["pid"]]].add(event["args"]["name"])
     assert tracks == TRACKS
