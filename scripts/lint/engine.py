@@ -129,7 +129,9 @@ def writes(source: str, attribute: str) -> list[int]:
 
 def sums_of_timings(source: str) -> list[int]:
     """Returns the lines with an addition that has a duration field of Timings as a term."""
-    names = {name for name in Timings.__dataclass_fields__ if name.endswith("_s")}
+    names = {name for name in Timings.__dataclass_fields__ if name.endswith("_s") and name in source}
+    if not names:
+        return []
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))
@@ -141,7 +143,9 @@ def sums_of_timings(source: str) -> list[int]:
 
 def sums_of_lengths(source: str) -> list[int]:
     """Returns the lines that give `seq_lens_sum` a value."""
-    lines = []
+    lines: list[int] = []
+    if "seq_lens_sum" not in source:
+        return lines
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.keyword(arg="seq_lens_sum"):
