@@ -96,6 +96,7 @@ def test_the_corpus_still_yields_tokens_from_a_replicas_frames(monkeypatch: pyte
     assert any(isinstance(event, Tokens) for event in events), events
 
 
+@pytest.mark.thorough
 def test_new_inputs(opened: tuple[Target, Run]) -> None:
     """The inputs are the same in every run."""
     target, run = opened

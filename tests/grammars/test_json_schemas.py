@@ -13,7 +13,6 @@ from common.text.tokenizer import TextTokenizer
 from tests.grammars.schema_cases import CASES, Case
 from tests.grammars.schema_checks import SchemaChecks
 
-NUM_WALKS = 4
 MAX_TOKENS = 60
 SERVED = [case for case in CASES if not case.refused]
 
@@ -35,7 +34,9 @@ def test_instances_are_allowed_as_the_schema_has_it(checks: SchemaChecks, case: 
     assert [each for each in (*case.invalid, *case.narrow) if checks.accepts(case.schema, each)] == []
 
 
-def test_no_output_that_ends_breaks_its_schema(checks: SchemaChecks) -> None:
+@pytest.mark.parametrize("num_walks", [2, pytest.param(6, marks=pytest.mark.thorough)])
+def test_no_output_that_ends_breaks_its_schema(checks: SchemaChecks, num_walks: int) -> None:
+    checks.counts.clear()
     for case in filter(lambda case: case.is_drawn, SERVED):
-        assert list(checks.wrong_outputs(case.schema, num_walks=NUM_WALKS, max_tokens=MAX_TOKENS)) == [], case
+        assert list(checks.wrong_outputs(case.schema, num_walks=num_walks, max_tokens=MAX_TOKENS)) == [], case
     assert checks.counts["ended"] > checks.counts["cut"] + checks.counts["failed"]
