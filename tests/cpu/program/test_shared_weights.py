@@ -12,26 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baton_cpu.blocks.linear import PackedLinear, can_pack
+from baton_cpu.blocks.linear import PackedLinear
 from baton_cpu.program import shared_weights
-from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
-from baton_cpu.program.shared_weights import Holder, PanelLinear, PanelRows, SharedWeights
+from baton_cpu.program.shared_weights import Holder, PanelRows, SharedWeights
 from baton_cpu.program.weights import WeightMemory, packed
 from common.errors import StartupError
 from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.model.paged_model import PagedModel
-
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-def panels_of(weight: Tensor) -> Tensor:
-    return packed(weight, WeightMemory(), lambda: None)
-
-
-def linear(num_outputs: int, dtype: torch.dtype, *, bias: bool = True) -> nn.Linear:
-    torch.manual_seed(num_outputs)
-    return nn.Linear(48, num_outputs, bias=bias, dtype=dtype).requires_grad_(False)
 
 
 @pytest.fixture(params=["whole", "in parts"])
@@ -41,53 +29,6 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("start", "stop"), [(0, 200), (0, 7), (5, 70), (32, 64), (64, 200), (33, 34)])
-def test_rows_of_panels_are_those_that_were_packed(start: int, stop: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(200, 48).to(dtype)
-    assert torch.equal(PanelRows(panels_of(weight), start, stop).weight(), weight[start:stop])
-
-
-@pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layers_that_share_panels_compute_the_same(dtype: torch.dtype, bias: bool) -> None:
-    layers = [linear(num_outputs, dtype, bias=bias) for num_outputs in (40, 8, 8)]
-    kinds: list[Callable[[nn.Linear], nn.Module]] = [lambda layer: layer]
-    if can_pack(layers[0].weight):
-        kinds.append(PackedLinear)
-    x = torch.randn(1, 5, 48).to(dtype)
-    for kind in kinds:
-        model = nn.ModuleList([kind(layer) for layer in layers])
-        expected = [layer(x) for layer in model]
-        holders, shared = [Holder(model, str(place)) for place in range(3)], SharedWeights()
-        shared.share(panels_of(shared.weight_of(holders)), holders)
-        assert [type(layer) for layer in model] == [PanelLinear] * 3
-        assert_same([layer(x) for layer in model], expected)
-        shared.end(lambda: None)
-        assert [type(layer) for layer in model] == [type(kind(layers[0]))] * 3
-        assert_same([layer(x) for layer in model], expected)
-
-
-@pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gate_and_its_partner_share_each_panel(dtype: torch.dtype) -> None:
-    plain = [linear(48, dtype, bias=False) for _ in range(2)]
-    if not can_pack(plain[0].weight):
-        pytest.skip("this CPU has no kernel for the dtype")
-    model = nn.ModuleList(map(PackedLinear, plain))
-    x, other = torch.randn(1, 5, 48).to(dtype), torch.randn(1, 5, 48).to(dtype)
-
-    def outputs() -> list[Tensor]:
-        gate, up = (layer for layer in model)
-        return [gate.silu(x), up.times(other, x)]  # type: ignore[operator]
-
-    expected = outputs()
-    halves = [layer.weight.unflatten(0, (-1, PANEL_WIDTH // 2)) for layer in plain]
-    SharedWeights().share_pair(panels_of(torch.stack(halves, 1).flatten(0, 2)), Holder(model, "0"), Holder(model, "1"))
-    assert_same(outputs(), expected)
-
-
 @pytest.mark.parametrize("optimizes_modules", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3_moe"])
@@ -126,6 +67,7 @@ def logits(target: TargetModel) -> Tensor:
 def test_a_weight_that_was_packed_wrongly_is_not_shared() -> None:
     layer = nn.Linear(64, 96, bias=False)
     panels = packed(layer.weight.detach(), WeightMemory(), lambda: None)
+    assert torch.equal(PanelRows(panels, 33, 70).weight(), layer.weight[33:70])
     panels.view(-1)[7] += 1
     holder = Holder(nn.Sequential(layer), "0")
     with pytest.raises(StartupError, match="packed wrongly"):

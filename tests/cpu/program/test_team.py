@@ -15,7 +15,6 @@ import pytest
 from baton_cpu.program.kernel.team import (
     STOP,
     Team,
-    announce,
     await_operation,
     await_run,
     close_items,
@@ -113,22 +112,7 @@ def test_helpers_see_runs_and_end_whether_asleep_or_not() -> None:
     team.run(NOTHING, None)
     assert team.close(10.0)
     assert seen == {1: [1, 2], 2: [1, 2]}
-    for fd in fds:
-        with pytest.raises(OSError):
-            os.fstat(fd)
-
-
-def test_closing_compiles_nothing() -> None:
-    compiled = len(announce.signatures)  # type: ignore[attr-defined]
-    team = Team(num_threads=1, max_operations=NUM_OPERATIONS, num_call_words=1, take_part=lambda *_: None)
-    assert team.close(10.0)
-    assert len(announce.signatures) == compiled  # type: ignore[attr-defined]
-
-
-def test_closing_twice_closes_nobody_elses_file() -> None:
-    team = Team(num_threads=1, max_operations=NUM_OPERATIONS, num_call_words=1, take_part=lambda *_: None)
-    assert team.close(10.0)
     others = os.pipe()  # takes the file descriptors that are free again
-    assert team.close(10.0)
+    assert set(fds) <= set(others) and team.close(10.0)
     for file in others:
-        os.close(file)
+        os.close(file)  # raises if closing twice has closed it
