@@ -16,7 +16,7 @@ from common.kv.shared_pool import SharedPool
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment
-from decode_service.messages import CallEnded, Replica, ReplicasChanged
+from decode_service.messages import CallEnded, Drain, Replica, ReplicasChanged
 from prefill_service import messages as prefill
 from tests.faults.device import FaultyDevice
 from tests.faults.injector import Injector
@@ -26,7 +26,7 @@ from tests.support.faulty_target import FailsFirst, FaultyTarget, is_decode
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 Tiny = Callable[[str], TargetModel]
-NAMES = ("a", "b", "c", "d")
+NAMES = "abcd"
 NEW_TOKENS = 12
 NARROW = PairOptions(
     num_replicas=2,
@@ -53,25 +53,29 @@ def prompt_of(name: str) -> list[int]:
     return [20 + ord(name) % 50 + place for place in range(30 + ord(name) % 7)]
 
 
-def submit(pair: InProcessPair, name: str) -> None:
-    pair.submit(name, prompt_of(name), ResolvedSampling(seed=ord(name), max_tokens=NEW_TOKENS))
+def submit(pair: InProcessPair, names: str) -> None:
+    for name in names:
+        pair.submit(name, prompt_of(name), ResolvedSampling(seed=ord(name), max_tokens=NEW_TOKENS))
 
 
 @pytest.fixture
 def undisturbed(make_pair: MakePair, tiny_target: Tiny) -> dict[str, list[int]]:
     """The tokens of every request when nothing fails."""
     pair = make_pair(tiny_target("llama"))
-    for name in (*NAMES, "later"):
-        pair.submit(name, prompt_of(name[0]), ResolvedSampling(seed=ord(name[0]), max_tokens=NEW_TOKENS))
+    submit(pair, f"{NAMES}l")
     pair.run()
+    return tokens_of(pair)
+
+
+def tokens_of(pair: InProcessPair) -> dict[str, list[int]]:
     return {name: outcome.token_ids for name, outcome in pair.outcomes.items()}
 
 
 def assert_it_serves_on(pair: InProcessPair, undisturbed: dict[str, list[int]]) -> None:
     """Asserts that the engines still work: a new request gets its tokens."""
-    later = pair.submit("later", prompt_of("l"), ResolvedSampling(seed=ord("l"), max_tokens=NEW_TOKENS))
+    submit(pair, "l")
     pair.run()
-    assert later.token_ids == undisturbed["later"]
+    assert pair.outcomes["l"].token_ids == undisturbed["l"]
 
 
 # ---- forwards -------------------------------------------------------------------------------------------------------
@@ -83,8 +87,7 @@ def test_a_failing_decode_forward_fails_the_requests_of_that_step_alone(
 ) -> None:
     model = FaultyTarget(tiny_target("llama"))
     pair = make_pair(model, PairOptions(overlap=overlap, decode_rows=2))
-    for name in NAMES:  # two run, two wait
-        submit(pair, name)
+    submit(pair, NAMES)  # two run, two wait
     pair.run(until=lambda: all(len(pair.outcomes[name].token_ids) >= 3 for name in "ab"))
     model.fails = FailsFirst(is_decode)
     pair.run()
@@ -105,8 +108,7 @@ def test_a_failing_prefill_forward_is_retried_and_counted(
     model, clock = FaultyTarget(tiny_target("llama")), Clock()
     model.fails = FailsFirst(lambda batch: not is_decode(batch))
     pair = make_pair(model, PairOptions(chunk_tokens=16), clock=clock)
-    for name in NAMES:
-        submit(pair, name)
+    submit(pair, NAMES)
     pair.run(until=lambda: pair.decode.load().num_row_retries == len(NAMES))
     assert pair.decode.load().num_queued == len(NAMES), "not before the replica's own delay has passed"
     clock.now_s += 1
@@ -155,10 +157,9 @@ def test_a_failing_copy_out_of_the_prefill_pool_is_retried(
 ) -> None:
     new_device = devices_whose_first_fails("stream.sending.copy_out")
     pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16), new_device=new_device)
-    for name in NAMES:
-        submit(pair, name)
+    submit(pair, NAMES)
     pair.run()
-    assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()}.items() <= undisturbed.items()
+    assert tokens_of(pair).items() <= undisturbed.items()
     assert pair.decode.load().num_row_retries == 1
 
 
@@ -167,8 +168,7 @@ def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
 ) -> None:
     new_device = devices_whose_first_fails("stream.landing.land")
     pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=16), new_device=new_device)
-    for name in NAMES:
-        submit(pair, name)
+    submit(pair, NAMES)
     pair.run()
     (failed,) = [outcome for outcome in pair.outcomes.values() if outcome.error is not None]
     assert isinstance(failed.error, EngineFault) and "stream.landing.land" in str(failed.error)
@@ -179,18 +179,6 @@ def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------
-
-
-def test_two_replicas_share_the_rows(make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]) -> None:
-    pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2))
-    for name in NAMES:
-        submit(pair, name)
-    pair.step()
-    pair.step_prefill()
-    loads = [replica.engine.load() for replica in pair.replicas]
-    assert [load.rows.total - load.rows.free for load in loads] == [2, 2]
-    pair.run()
-    assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()}.items() <= undisturbed.items()
 
 
 PHASES: dict[str, Callable[[InProcessPair], bool]] = {
@@ -204,8 +192,7 @@ def test_rows_of_a_lost_replica_are_retried_elsewhere_with_the_same_tokens(
     phase: str, make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
     pair = make_pair(tiny_target("llama"), NARROW)
-    for name in NAMES:
-        submit(pair, name)
+    submit(pair, NAMES)
     pair.run(until=lambda: PHASES[phase](pair))
     pair.replicas[1].lose()
     pair.run()
@@ -287,20 +274,6 @@ def test_a_replica_that_refuses_is_asked_again_until_the_wait_is_over_however_of
     pair.settle()
 
 
-def test_a_refused_request_is_served_once_a_replica_takes_it(
-    make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
-) -> None:
-    clock = Clock()
-    pair = make_pair(tiny_target("llama"), PairOptions(num_replicas=2, max_handoff_attempts=2), clock=clock)
-    pair.replicas[0].engine.step([prefill.Drain()])
-    submit(pair, "a")
-    while not pair.outcomes["a"].has_ended:
-        pair.step()
-        clock.now_s += 0.05
-    assert pair.outcomes["a"].token_ids == undisturbed["a"]
-    assert pair.decode.load().num_row_retries == 1, "it was refused before"
-
-
 def test_a_mismatch_of_every_replica_fails_a_request_at_once_and_of_one_does_not(
     make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
 ) -> None:
@@ -332,8 +305,7 @@ def test_a_mismatch_behind_a_name_is_waited_out_for_another_replica_may_come(
     mismatch = Replica(replica.address, False, error=FingerprintMismatch("weights", "ours", "theirs"))
     pair.step()
     pair.post(ReplicasChanged((mismatch,), others_may_come=True))
-    for name in ("a", "b"):
-        submit(pair, name)
+    submit(pair, "ab")
     clock.now_s += 9.9
     pair.step()
     assert not pair.outcomes["a"].has_ended
@@ -384,9 +356,24 @@ def test_slots_in_shared_memory_used_again_before_they_were_read_cost_a_retry_an
 
     pair = make_pair(model, PairOptions(chunk_tokens=16))
     pair.tamper = lend_and_use_again
-    for name in NAMES:
-        submit(pair, name)
+    submit(pair, NAMES)
     pair.run()
-    assert {name: outcome.token_ids for name, outcome in pair.outcomes.items()}.items() <= undisturbed.items()
+    assert tokens_of(pair).items() <= undisturbed.items()
     assert pair.decode.load().num_row_retries == 1
     memory.close()
+
+
+# ---- draining --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_admitted_is_finished_while_it_drains(make_pair: MakePair, tiny_target: Tiny) -> None:
+    """No replica is ready, so the prompts wait for their turn in the decode engine."""
+    pair = make_pair(tiny_target("llama"), PairOptions(prefill_fallback=True))
+    pair.replicas[0].lose()
+    submit(pair, NAMES)
+    outcomes = dict(pair.outcomes)
+    pair.step()
+    pair.post(Drain())
+    pair.abort("c")
+    pair.run()
+    assert [name for name, outcome in outcomes.items() if outcome.finished is not None] == ["a", "b", "d"]
