@@ -50,14 +50,6 @@ def copying_layers(sure_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def copying_part(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
-    """A head like `copying` whose draft vocabulary has 50 of the target's 64 ids. The target rejects drafts where it
-    draws one of the other ids.
-    """
-    return copying_head(tmp_path_factory.mktemp("part"), last_token_model_dir, family="eagle3", draft_vocab_size=50)
-
-
-@pytest.fixture(scope="session")
 def leaning(leaning_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """A head that proposes the token that usually follows the last one, with a draft vocabulary of 60 of the target's
     ids. Its drafts are partly accepted and partly rejected, and the target's tokens depend on the KV of all positions.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,14 +18,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from common.kv.pool import KvPool, RowLease
 from common.kv.prefix_tree import HeldPrefix, PrefixTree
 from common.model.target import TargetModel
 from common.prompts.chunk_batch import Chunk, ChunkBatch
-from decode_service.schedule import dispatcher
-from prefill_service.schedule import scheduler as prefill_scheduler
 from tests.pair.speculation_mutants import Mutant
 from tests.support.conversations import (
     NUM_SHARED,
@@ -42,52 +39,6 @@ from tests.support.conversations import (
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import Drafted, load_drafted
 from tests.support.pair import InProcessPair, MakePair, PairOptions
-
-
-class KeptKv:
-    """The KV that engines leave in their caches, with the tokens that it depends on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.by_tokens: dict[tuple[int, ...], list[dict[str, Tensor]]] = {}
-        keep = KvPool.keep
-
-        def recording(pool: KvPool, lease: RowLease, token_ids: NDArray[np.int64], num_tokens: int) -> None:
-            lookahead = pool.groups["draft"].num_layers if "draft" in pool.groups else 0
-            num_tokens = min(num_tokens, len(token_ids) - lookahead)
-            slots = torch.from_numpy(lease.slots[:num_tokens])
-            kv = {name: buffer[:, :, slots].clone() for name, buffer in pool.buffers.items()}
-            self.by_tokens.setdefault(tuple(token_ids[: num_tokens + lookahead].tolist()), []).append(kv)
-            keep(pool, lease, token_ids, num_tokens)
-
-        monkeypatch.setattr(KvPool, "keep", recording)
-
-    def take(self) -> dict[tuple[int, ...], list[dict[str, Tensor]]]:
-        taken, self.by_tokens = self.by_tokens, {}
-        return taken
-
-
-@pytest.mark.parametrize("head", ["guessing", "guessing_layers"])
-def test_cached_kv_is_what_a_new_prefill_computes(
-    head: str, make_pair: MakePair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The draft head's KV is compared too. It also depends on tokens that follow."""
-    drafted: Drafted = request.getfixturevalue(head)
-    every = talks(4, drafted.target.vocab_size)
-    kept = KeptKv(monkeypatch)
-    hold(make_pair(drafted.target, draft=drafted.head), every, salt=lambda name: name, at_once=False)
-    cold = kept.take()
-    again = [replace(talk, turns=[]) for talk in every]
-    hold(make_pair(drafted.target, draft=drafted.head), again, salt=lambda _name: "", at_once=False)
-    warm = kept.take()
-    assert warm.keys() <= cold.keys() and len(warm) > 2 * len(every)
-    for tokens, kept_kv in warm.items():
-        for kv in kept_kv:
-            for name, values in kv.items():
-                torch.testing.assert_close(values, cold[tokens][0][name], rtol=1e-4, atol=1e-4)
-    assert sum(turn.num_cached for talk in again for turn in talk.turns) > 0
-
-
-# ---- tokens, drafts and counts ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,44 +174,36 @@ def comparison(
     return Comparison(make_pair, tiny_target, swayed, cold)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "alone"])
-@pytest.mark.parametrize("sides", SIDES)
-def test_conversations_are_the_same_cold_and_warm(
-    sides: str, at_once: bool, overlap: bool, comparison: Comparison
-) -> None:
-    """Every pair of values of sides, chunk size, concurrency, overlap and temperature occurs, except for chunks of 512
-    where alone all is local: the prefill service has no chunks there.
-    """
-    is_even = list(SIDES).index(sides) % 2 == 0
-    chunk_tokens = 512 if is_even == overlap and (at_once or sides != "local") else 16
-    temperature = 0.0 if at_once == overlap else 0.8
-    comparison.run("", SIDES[sides], Way(chunk_tokens, at_once=at_once, overlap=overlap, temperature=temperature))
+thorough = pytest.mark.thorough
 
 
-def ways_in_turn(heads: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Returns three heads with each of SIDES in one of the four WAYS, and the first head in the way that is left. Every
-    pair of values of head, sides and way occurs.
-    """
-    ways = list(WAYS)
-    return [
-        (head, sides, ways[(number + place) % len(ways)])
-        for number, head in enumerate([*heads, heads[0]])
-        for place, sides in enumerate(SIDES)
-    ]
+IN_GATE = {("", "both"), ("nextn-4", "both"), ("eagle3-tree", "local")}
 
 
-@pytest.mark.parametrize(("head", "sides", "way"), ways_in_turn(["eagle3", "eagle3-tree", "nextn-4"]))
-def test_drafts_are_the_same_cold_and_warm(head: str, sides: str, way: str, comparison: Comparison) -> None:
+def ways_in_turn() -> Iterator[Any]:
+    """Yields each head with each of SIDES, in one of the four WAYS. Every pair of values of sides and way occurs."""
+    for number, head in enumerate(["", *HEADS]):
+        for place, sides in enumerate(SIDES):
+            way = list(WAYS)[(number + place) % len(WAYS)]
+            yield pytest.param(head, sides, way, marks=[] if (head, sides) in IN_GATE else [thorough])
+
+
+@pytest.mark.parametrize(("head", "sides", "way"), list(ways_in_turn()))
+def test_conversations_are_the_same_cold_and_warm(head: str, sides: str, way: str, comparison: Comparison) -> None:
+    """Without a head, and with one of every family, in chains, trees and layers."""
     comparison.run(head, SIDES[sides], WAYS[way])
 
 
+@thorough
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("head", ["eagle", "nextn", "mimo", "mimo_v2-4"])
-def test_so_are_those_of_other_families(head: str, sides: str, comparison: Comparison) -> None:
+@pytest.mark.parametrize("head", ["", "eagle3-tree", "nextn-4"], ids=["no head", "eagle3-tree", "nextn-4"])
+def test_conversations_that_branch_off_behind_a_cached_token_are_so_too(
+    head: str, sides: str, comparison: Comparison
+) -> None:
     comparison.run(head, SIDES[sides], BRANCHING)
 
 
+@thorough
 @pytest.mark.parametrize("at_once", [False, True], ids=["alone", "at-once"])
 @pytest.mark.parametrize("head", ["", "eagle3-tree", "nextn-4"], ids=["no head", "eagle3-tree", "nextn-4"])
 def test_what_follows_a_cached_prefix_is_computed_here_in_several_chunks(
@@ -269,20 +212,23 @@ def test_what_follows_a_cached_prefix_is_computed_here_in_several_chunks(
     """No replica is ready, and each turn after the first is longer than a chunk."""
     options = PairOptions(prefill_fallback=True, context_tokens=1024, decode_tokens=12_288, prefill_tokens=12_288)
     way = Way(512, at_once=at_once, overlap=True, temperature=0.0)
-    bursts = comparison.run(head, options, way, turn_tokens=270)
-    later = bursts[len(bursts) // NUM_TURNS :]
-    assert all(len(burst.local_chunks) > len(burst.turns) for burst in later)
+    check_later_turns_take_several_chunks(comparison.run(head, options, way, turn_tokens=270))
 
 
+@thorough
 @pytest.mark.parametrize("head", ["", "eagle3-tree"], ids=["no head", "eagle3-tree"])
 def test_and_beside_a_replica_that_would_compute_the_whole_chat(head: str, comparison: Comparison) -> None:
     options = PairOptions(prefill_caches=False, local_prefill_tokens=8)
     way = Way(16, at_once=False, overlap=False, temperature=0.8)
-    bursts = comparison.run(head, options, way, turn_tokens=10)
+    check_later_turns_take_several_chunks(comparison.run(head, options, way, turn_tokens=10))
+
+
+def check_later_turns_take_several_chunks(bursts: Sequence[Burst]) -> None:
     later = bursts[len(bursts) // NUM_TURNS :]
-    assert all(len(burst.local_chunks) > 1 for burst in later)
+    assert all(len(burst.local_chunks) > len(burst.turns) for burst in later)
 
 
+@thorough
 @pytest.mark.parametrize(("head", "overlap"), [("eagle3-tree", True), ("nextn-4", False)])
 def test_retracted_requests_come_back_to_what_is_cached(head: str, overlap: bool, comparison: Comparison) -> None:
     way = Way(16, at_once=True, overlap=overlap, temperature=0.0)
@@ -300,18 +246,10 @@ def test_retracted_requests_come_back_to_what_is_cached(head: str, overlap: bool
 # ---- removing one rule at a time --------------------------------------------------------------------------------
 
 
-def _lookahead_becomes(patch: pytest.MonkeyPatch, changed: Callable[[int], int]) -> None:
-    init = PrefixTree.__init__
-    patch.setattr(PrefixTree, "__init__", lambda self, lookahead: init(self, max(changed(lookahead), 0)))
-
-
-def keys_without_pairs(patch: pytest.MonkeyPatch) -> None:
-    """Shares the draft head's KV of a token even with requests that have another token after it."""
-    _lookahead_becomes(patch, lambda lookahead: 0)
-
-
 def one_pair_token_too_few(patch: pytest.MonkeyPatch) -> None:
-    _lookahead_becomes(patch, lambda lookahead: lookahead - 1)
+    """Shares the draft head's KV of a token even with requests that have another token after those its layers read."""
+    init = PrefixTree.__init__
+    patch.setattr(PrefixTree, "__init__", lambda self, lookahead: init(self, max(lookahead - 1, 0)))
 
 
 def cached_draft_kv_is_noise(patch: pytest.MonkeyPatch) -> None:
@@ -329,25 +267,6 @@ def cached_draft_kv_is_noise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvPool, "keep", mutant)
 
 
-@pytest.mark.parametrize(
-    ("mutant", "head", "sides"),
-    [
-        *((keys_without_pairs, head, "both") for head in HEADS),
-        (keys_without_pairs, "eagle3", "prefill"),
-        (keys_without_pairs, "eagle3", "decode"),
-        (one_pair_token_too_few, "nextn-4", "both"),
-        (one_pair_token_too_few, "mimo_v2-4", "both"),
-        *((cached_draft_kv_is_noise, head, "both") for head in ("eagle3", "eagle3-tree", "nextn-4")),
-    ],
-)
-def test_it_is_seen_in_drafts(
-    mutant: Mutant, head: str, sides: str, comparison: Comparison, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match="drafts differ"):
-        comparison.run(head, SIDES[sides], BRANCHING)
-
-
 def one_token_fewer_is_held(patch: pytest.MonkeyPatch) -> None:
     hold = PrefixTree.hold
 
@@ -356,11 +275,6 @@ def one_token_fewer_is_held(patch: pytest.MonkeyPatch) -> None:
         return hold(self, tokens, namespace, max(num_cached - 1, 0))
 
     patch.setattr(PrefixTree, "hold", mutant)
-
-
-def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    for module in (dispatcher, prefill_scheduler):
-        patch.setattr(module, "awaited_kv", lambda pool, key, sources, is_received=False: None)
 
 
 def cached_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
@@ -379,21 +293,27 @@ def cached_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ChunkBatch, "of", mutant)
 
 
+@thorough
 @pytest.mark.parametrize(
-    ("mutant", "sides", "symptom"),
+    ("mutant", "head", "sides", "symptom"),
     [
-        (one_token_fewer_is_held, "both", "decode holds other KV"),
-        (one_token_fewer_is_held, "prefill", "prefill found other KV"),
-        (one_token_fewer_is_held, "local", "decode found other KV"),
-        (nothing_is_waited_for, "both", "decode holds other KV"),
-        (nothing_is_waited_for, "prefill", "prefill found other KV"),
-        (cached_tokens_are_computed, "prefill", "prefill computed other tokens"),
-        (cached_tokens_are_computed, "local", "decode computed other tokens"),
+        (one_pair_token_too_few, "eagle3", "decode", "drafts differ"),
+        (one_pair_token_too_few, "mimo_v2-4", "prefill", "drafts differ"),
+        (cached_draft_kv_is_noise, "eagle3-tree", "both", "drafts differ"),
+        (one_token_fewer_is_held, "nextn-4", "both", "decode holds other KV"),
+        (one_token_fewer_is_held, "", "prefill", "prefill found other KV"),
+        (one_token_fewer_is_held, "", "local", "decode found other KV"),
+        (cached_tokens_are_computed, "", "prefill", "prefill computed other tokens"),
+        (cached_tokens_are_computed, "nextn-4", "local", "decode computed other tokens"),
     ],
 )
-@pytest.mark.parametrize("head", ["", "nextn-4"], ids=["no head", "nextn-4"])
-def test_it_is_seen_in_counts(
-    head: str, mutant: Mutant, sides: str, symptom: str, comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+def test_it_is_seen(
+    mutant: Mutant,
+    head: str,
+    sides: str,
+    symptom: str,
+    comparison: Comparison,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=symptom):
