@@ -5,11 +5,8 @@ wrong.
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,24 +54,20 @@ def written(injector: Injector) -> list[bytes]:
     return context.written
 
 
-def test_without_faults_frames_pass() -> None:
-    assert written(plan_of()) == SENT
-
-
 @pytest.mark.parametrize(
-    ("action", "order"),
+    ("faults", "order"),
     [
-        (Action.DROP, [0, 1, 3, 4, 5]),
-        (Action.DUPLICATE, [0, 1, 2, 2, 3, 4, 5]),
-        (Action.REORDER, [0, 1, 3, 2, 4, 5]),
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"action": Action.DROP, "at": 3}, [0, 1, 3, 4, 5]),
+        ({"action": Action.DUPLICATE, "at": 3}, [0, 1, 2, 2, 3, 4, 5]),
+        ({"action": Action.REORDER, "at": 3}, [0, 1, 3, 2, 4, 5]),
+        ({"action": Action.REORDER, "at": 6}, [0, 1, 2, 3, 4, 5]),  # nothing overtakes the last one
+        ({"action": Action.DELAY, "at": 3, "seconds": 0.01}, [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_the_frame_that_is_hit_is_lost_repeated_or_overtaken(action: Action, order: list[int]) -> None:
-    assert written(plan_of(Fault(point="handoff.frame", action=action, at=3))) == [SENT[number] for number in order]
-
-
-def test_the_last_frame_has_nothing_to_be_overtaken_by() -> None:
-    assert written(plan_of(Fault(point="handoff.frame", action=Action.REORDER, at=len(SENT)))) == SENT
+def test_the_frame_that_is_hit_is_lost_repeated_overtaken_or_late(faults: dict[str, Any], order: list[int]) -> None:
+    plan = [Fault(point="handoff.frame", **faults)] if faults else []
+    assert written(plan_of(*plan)) == [SENT[number] for number in order]
 
 
 @pytest.mark.parametrize("action", [Action.TRUNCATE, Action.CORRUPT])
@@ -83,12 +76,6 @@ def test_the_frame_that_is_hit_is_damaged(action: Action) -> None:
     assert arrived[:2] + arrived[3:] == SENT[:2] + SENT[3:]
     assert arrived[2] != SENT[2]
     assert len(arrived[2]) < 4 if action is Action.TRUNCATE else len(arrived[2]) == 4
-
-
-def test_a_delayed_frame_keeps_its_place() -> None:
-    begun_s = time.monotonic()
-    assert written(plan_of(Fault(point="handoff.frame", action=Action.DELAY, at=3, seconds=0.05))) == SENT
-    assert time.monotonic() - begun_s >= 0.05
 
 
 @pytest.mark.parametrize(
@@ -134,7 +121,7 @@ def test_more_than_half_of_the_visits_of_a_point_are_counted() -> None:
 def test_a_piece_raises_stalls_or_runs_out_of_memory_and_the_others_run_on() -> None:
     injector = plan_of(
         Fault(point="stream.forward.verify", action=Action.RAISE, at=1),
-        Fault(point="stream.forward", action=Action.STALL, at=3, seconds=0.05),
+        Fault(point="stream.forward", action=Action.STALL, at=3, seconds=0.01),
         Fault(point="memory.host", action=Action.FAIL, at=1),
     )
     inner = CpuDevice(num_threads=1)
@@ -149,7 +136,6 @@ def test_a_piece_raises_stalls_or_runs_out_of_memory_and_the_others_run_on() -> 
         device.host_buffer((1,), torch.int64)
 
     failed, short_of_memory, good = Scope("one"), Scope("two"), Scope("three")
-    begun_s = time.monotonic()
     for work, scope in ((verify, failed), (publish, short_of_memory), (verify, good)):
         stream.enqueue(work, scope)
     ends = [stream.record(scope) for scope in (failed, short_of_memory, good)]
@@ -159,35 +145,17 @@ def test_a_piece_raises_stalls_or_runs_out_of_memory_and_the_others_run_on() -> 
         assert isinstance(caught.value.__cause__, kind)
     ends[2].synchronize(10.0)
     assert ran == ["verify"], "the second verify ran, the first did not"
-    assert time.monotonic() - begun_s >= 0.05
     device.close(10.0)
-
-
-def test_a_process_is_killed_at_the_point_that_is_named(tmp_path: Path) -> None:
-    path = FaultPlan(faults=(Fault(point="pool.reserve", action=Action.KILL, at=2),)).write(tmp_path / "plan.json")
-    code = (
-        "import sys, pathlib; from tests.faults.injector import Injector; from tests.faults.plan import FaultPlan\n"
-        "injector = Injector(FaultPlan.read(pathlib.Path(sys.argv[1])))\n"
-        "injector.visit('pool.reserve'); print('once', flush=True); injector.visit('pool.reserve'); print('twice')"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(path)], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert (ended.returncode, ended.stdout) == (-9, "once\n")
 
 
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
         ({"point": "nowhere", "action": "drop", "at": 1}, "there is no 'nowhere'"),
-        ({"point": "stream.forwrad", "action": "raise", "at": 1}, "there is no 'stream.forwrad'"),
         ({"point": "stream.schedule", "action": "stall", "at": 1, "seconds": 1}, "there is no 'stream.schedule'"),
-        ({"point": "stream.landing.lnad", "action": "raise", "at": 1}, "there is no 'stream.landing.lnad'"),
         ({"point": "stream.sending.land", "action": "raise", "at": 1}, "there is no 'stream.sending.land'"),
         ({"point": "pool.reserve", "action": "drop", "at": 1}, "drop cannot happen at pool.reserve"),
-        ({"point": "stream.forward", "action": "fail", "at": 1}, "fail cannot happen at stream.forward"),
         ({"point": "handoff.frame", "action": "drop"}, "give either at or rate"),
-        ({"point": "handoff.frame", "action": "drop", "at": 1, "rate": 0.5}, "give either at or rate"),
         ({"point": "handoff.frame", "action": "delay", "at": 1}, "delay takes some"),
         ({"point": "handoff.frame", "action": "drop", "at": 1, "seconds": 1}, "drop takes none"),
         ({"point": "handoff.frame", "action": "drop", "at": 1, "chance": 1}, "chance"),
