@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 
 from scripts.lint.problem import Problem
 
@@ -30,7 +32,7 @@ MODULES = (
     "compose",
     "kubernetes",
 )
-"""The modules of this folder that have a tuple RULES, each of functions that yield problems."""
+"""The modules of this folder with rules: public functions that take nothing and return an Iterator[Problem]."""
 
 Rule = Callable[[], Iterable[Problem]]
 
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no module {', '.join(unknown)}")
     num_problems = num_rules = 0
     for module in chosen or MODULES:
-        rules: Sequence[Rule] = importlib.import_module(f"scripts.lint.{module}").RULES
+        rules = _rules_of(importlib.import_module(f"scripts.lint.{module}"))
         num_rules += len(rules)
         for rule in rules:
             for problem in rule():
@@ -51,6 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_problems += 1
     print(f"{num_rules} rules, {num_problems} problems")
     return 1 if num_problems else 0
+
+
+def _rules_of(module: ModuleType) -> list[Rule]:
+    return [
+        function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.signature(function) == inspect.Signature(return_annotation="Iterator[Problem]")
+    ]
 
 
 if __name__ == "__main__":

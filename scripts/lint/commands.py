@@ -33,9 +33,6 @@ def quoted_commands_exist() -> Iterator[Problem]:
                 yield Problem(page, line_of(page.read_text(), command), f"{problem}: {command}")
 
 
-RULES = (quoted_commands_exist,)
-
-
 def problem_of(command: str) -> str:
     """Returns the problem of a quoted command, such as a target that does not exist, or "" if there is none. Commands
     of other projects are not checked.

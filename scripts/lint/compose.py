@@ -282,30 +282,6 @@ def every_variable_is_in_the_example_with_its_default() -> Iterator[Problem]:
                 yield from unequal(example, variable, defaults.get(variable), default)
 
 
-RULES = (
-    a_pair_is_run_with_what_watches_it,
-    each_service_is_the_image_of_its_name,
-    images_run_their_service_as_the_first_process,
-    a_container_has_no_rights_starts_again_and_fills_no_disk_with_its_log,
-    ports_are_published_on_the_hosts_loopback_and_the_gateways_alone_is_fixed,
-    services_start_after_those_they_need_are_healthy,
-    compose_waits_longer_than_a_service_takes_to_drain,
-    health_is_readiness_asked_in_words_that_the_command_line_knows,
-    services_find_each_other_where_they_listen,
-    each_gpu_service_takes_the_gpu_that_its_variable_names,
-    a_replica_differs_in_gpu_and_port_and_answers_to_the_same_name,
-    services_on_cpus_alone_share_the_memory_that_kv_pools_are_found_in,
-    the_cpu_file_differs_in_image_device_and_shared_memory_only,
-    services_accept_the_environment_they_get,
-    the_demo_model_speculates_as_it_is_and_another_by_one_variable,
-    decode_computes_prompts_itself_by_default_or_by_variables,
-    every_service_is_told_where_traces_go_and_how_many,
-    two_hosts_take_the_settings_that_one_host_takes,
-    between_two_hosts_both_ends_show_certificates,
-    every_variable_is_in_the_example_with_its_default,
-)
-
-
 @cache
 def document(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(file.read_text())

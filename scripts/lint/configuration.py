@@ -32,6 +32,3 @@ def every_setting_is_there() -> Iterator[Problem]:
     }
     there = {name for row in table_rows(PAGE, "setting") for name in code_spans(row[0])}
     yield from set_apart(PAGE, "setting", there, declared)
-
-
-RULES = (the_tables_are_those_of_the_code, every_setting_is_there)

@@ -85,16 +85,6 @@ def the_sdk_of_opentelemetry_is_imported_in_one_module_when_wanted() -> Iterator
                 yield Problem(module, line_of(text, found), "only a function of common.telemetry.tracing imports it")
 
 
-RULES = (
-    one_module_of_each_engine_writes_a_phase,
-    timings_alone_add_up_their_fields,
-    lengths_are_summed_in_one_place,
-    only_the_relay_reads_what_is_stashed,
-    no_device_is_named,
-    the_sdk_of_opentelemetry_is_imported_in_one_module_when_wanted,
-)
-
-
 def _places(*folders: str, find: Finder, is_deep: bool = True) -> dict[str, list[int]]:
     """Returns the lines that `find` finds in the modules of these folders, by path."""
     found: dict[str, list[int]] = {}

@@ -38,9 +38,6 @@ def its_tests_exist() -> Iterator[Problem]:
                 yield Problem(PAGE, line, f"rule {rule.number} names {test}, which does not exist")
 
 
-RULES = (every_rule_is_there, its_tests_exist)
-
-
 def exists(test: str) -> bool:
     """Returns whether a test's file has its function, and the check in brackets if there is one."""
     file, _, rest = test.partition("::")

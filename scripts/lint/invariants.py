@@ -36,14 +36,6 @@ def the_page_on_the_relay_names_mutants_that_exist() -> Iterator[Problem]:
         yield Problem(RELAY, line_of(text, name), f"mutant {name} does not exist")
 
 
-RULES = (
-    every_invariant_is_in_the_table,
-    every_check_is_in_the_table,
-    every_mutant_is_in_the_table,
-    the_page_on_the_relay_names_mutants_that_exist,
-)
-
-
 def _mutants() -> set[str]:
     files = [path for path in (CHECKS / "mutants").glob("*.py") if path.stem != "kinds"]
     return _defined(files, "[a-z][a-z_]*", ".")

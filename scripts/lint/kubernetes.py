@@ -443,36 +443,6 @@ def with_certificates_everybody_shows_one_and_nobody_is_asked_in_plain_text() ->
             yield from unequal(README, f"{probe} of {name}", given_options, options)
 
 
-RULES = (
-    every_object_is_valid_by_the_published_schemas,
-    the_schemas_are_those_of_the_version_that_kubectl_has,
-    there_is_one_object_of_each_kind_for_each_of_the_three,
-    each_object_means_the_pods_of_its_own_name,
-    everything_is_in_one_namespace_whose_standard_refuses_rights,
-    every_volume_is_mounted_and_every_mount_has_a_volume,
-    each_key_of_a_settings_map_is_a_setting_of_every_process_that_gets_it,
-    the_environment_is_that_of_compose,
-    images_waits_and_intervals_are_those_of_compose,
-    containers_have_the_ports_that_their_settings_name,
-    services_have_the_ports_of_their_pods_and_those_of_the_pair_are_headless,
-    the_variables_that_kubernetes_would_add_for_services_are_left_out,
-    exactly_those_may_connect_who_talk,
-    liveness_is_the_process_and_readiness_is_whether_it_serves,
-    probes_by_command_use_words_that_the_command_line_knows,
-    kubernetes_waits_longer_than_a_process_takes_to_drain,
-    a_container_has_no_rights,
-    what_is_written_goes_to_the_home_or_to_bounded_memory,
-    every_container_says_what_it_needs_and_a_gpu_is_one_whole_gpu,
-    overlays_differ_in_device_image_resources_nodes_rollout_storage_and_autoscaling_only,
-    autoscaling_asks_for_metrics_that_its_service_exports_by_labels_that_they_have,
-    a_service_is_scaled_at_a_part_of_what_it_can_hold,
-    rows_and_slots_count_in_every_state_that_cannot_be_given_away,
-    the_adapter_offers_what_autoscaling_asks_for_by_labels_that_prometheus_writes,
-    every_file_that_is_named_is_in_a_secret_of_the_readme_and_every_key_is_used,
-    with_certificates_everybody_shows_one_and_nobody_is_asked_in_plain_text,
-)
-
-
 def _all() -> Iterator[tuple[Path, Manifests]]:
     """Yields the overlays for CPUs and GPUs, and the one that the README shows, each with where it is written."""
     for name, path in OVERLAYS.items():

@@ -32,6 +32,3 @@ def tests_that_pages_name_exist() -> Iterator[Problem]:
             file = re.fullmatch(r"(tests/[\w/.]+?)(?:::.*)?", span)
             if file and not (ROOT / file[1]).exists():
                 yield Problem(page, line_of(text, f"`{span}`"), f"{file[1]} does not exist")
-
-
-RULES = (links_lead_to_files_and_headings, the_index_names_every_page, tests_that_pages_name_exist)

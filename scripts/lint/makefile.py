@@ -53,14 +53,6 @@ def the_gpu_suite_uses_the_machines_own_python() -> Iterator[Problem]:
         yield _problem("gpu", "does not run the machine's own python3 alone")
 
 
-RULES = (
-    a_fresh_checkout_gets_torch_first_and_alone,
-    an_environment_that_is_there_is_left_alone,
-    an_interrupted_installation_is_taken_up_again,
-    the_gpu_suite_uses_the_machines_own_python,
-)
-
-
 def _targets() -> list[str]:
     (phony,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE.read_text(), re.MULTILINE)
     return sorted({*phony.split()} - WITHOUT_ENVIRONMENT)

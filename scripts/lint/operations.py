@@ -158,15 +158,3 @@ def the_page_has_every_alert() -> Iterator[Problem]:
     groups = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
     alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
     yield from set_apart(PAGE, "alert", _rows_of("alert").keys(), alerts)
-
-
-RULES = (
-    metrics_are_made_by_classes_that_take_their_registry,
-    the_page_has_every_metric,
-    pages_name_metrics_that_are_exported,
-    the_page_has_every_reason,
-    a_reasons_row_names_the_code_of_its_error,
-    the_page_has_every_row_failure_with_its_reason,
-    the_page_has_every_line_of_the_logs,
-    the_page_has_every_alert,
-)

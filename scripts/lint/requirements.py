@@ -58,13 +58,6 @@ def torch_and_transformers_are_ranges() -> Iterator[Problem]:
             yield Problem(PYPROJECT, line_of(text, line), f"{line} is not a range")
 
 
-RULES = (
-    every_directory_of_modules_is_a_package,
-    every_imported_library_is_declared,
-    torch_and_transformers_are_ranges,
-)
-
-
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 

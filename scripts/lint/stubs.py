@@ -28,6 +28,3 @@ def stubs_run_with_the_oldest_libraries_that_we_admit() -> Iterator[Problem]:
         wanted = re.findall(r">=([\d.]+)", bound)
         found = re.findall(version, (ROOT / PACKAGE / file).read_text())
         yield from unequal(ROOT / PACKAGE / file, f"the oldest {library}", found, wanted)
-
-
-RULES = (stubs_are_those_of_the_protos, stubs_run_with_the_oldest_libraries_that_we_admit)

@@ -155,17 +155,6 @@ def dashboards_ask_the_datasource_that_is_provisioned() -> Iterator[Problem]:
         yield from unequal(path, "datasources", asked, {source["uid"]})
 
 
-RULES = (
-    queries_ask_for_metrics_that_are_exported_by_labels_that_they_have,
-    the_dashboard_shows_every_metric_but_a_few,
-    every_outcome_is_in_one_ratio_or_not_the_services_fault,
-    the_gateway_exposes_every_status_of_its_page_before_the_first_request,
-    every_alert_has_a_test,
-    prometheus_looks_for_replicas_where_the_services_listen,
-    dashboards_ask_the_datasource_that_is_provisioned,
-)
-
-
 def _selectors(expression: str) -> list[tuple[str, Matchers]]:
     """Returns the metrics that a query names, each with its label matchers."""
     return [
