@@ -18,6 +18,8 @@ from tests.support.greedy_parity import check_tokens_equal_generate
 from tests.support.models import SMALL_VOCAB_SIZE
 from tests.support.pair import MakePair, PairOptions
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair]) -> Runs:

@@ -18,6 +18,8 @@ from tests.storm.pairs import Models, Setting, disturbed_pair
 from tests.storm.storm import Storm, send_storm
 from tests.support.running_pair import wait_until
 
+pytestmark = pytest.mark.thorough
+
 STORM = Storm(num_requests=60, concurrency=12, abort_share=0.0, resumes=True)
 COPIES = Setting(overlap=True, speculates=True)
 LOANS = Setting(overlap=True, speculates=True, shares_memory=True)

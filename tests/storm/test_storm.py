@@ -26,8 +26,9 @@ from tests.storm.verdict import Faults, dead_points, faults_of, problems_of, une
 from tests.support.running_pair import wait_until
 
 NewPair = Callable[..., LocalPair]
-STORM, SHORT_STORM = Storm(num_requests=160), Storm(num_requests=80)
+STORM = Storm(num_requests=160)
 APART = Setting(overlap=False, speculates=False)
+LENT = Setting(overlap=True, speculates=True, shares_memory=True)
 LOCAL = Setting(overlap=True, speculates=True, prefills_locally=True)
 TWICE = "the handoff broke the protocol: row 2: group 'target': layers slice(0, 2), tokens slice(0, 16) came twice"
 STEP_MEMORY = "a decode step failed: injected at memory.host"
@@ -50,9 +51,9 @@ def cases(models: Models) -> list[Case]:
     ("setting", "plan", "storm"),
     [
         (Setting(overlap=True, speculates=True), frame_faults(0), STORM),
-        (APART, faults_everywhere(0, APART), STORM),
-        (Setting(overlap=True, speculates=True, shares_memory=True), lent_and_frame_faults(0), SHORT_STORM),
-        (LOCAL, faults_everywhere(0, LOCAL), STORM),
+        pytest.param(APART, faults_everywhere(0, APART), STORM, marks=pytest.mark.thorough),
+        pytest.param(LENT, lent_and_frame_faults(0), Storm(num_requests=80), marks=pytest.mark.thorough),
+        pytest.param(LOCAL, faults_everywhere(0, LOCAL), STORM, marks=pytest.mark.thorough),
     ],
     ids=["frames-overlap-drafts", "everywhere", "shared-memory-overlap-drafts", "everywhere-local-prefill"],
 )
