@@ -46,7 +46,7 @@ def modules_of(directory: Path, dtype: str, **options: Any) -> list[nn.Module]:
     return list(target._model.modules())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("architecture", FUSED)
 def test_the_blocks_of_known_architectures_are_fused(
     architecture: str, dtype: str, tiny_model_dir: Callable[[str], Path]

@@ -28,7 +28,11 @@ IDS = [(7 * i + 3) % VOCAB_SIZE for i in range(13)]
 OTHER_IDS = [(11 * i + 5) % VOCAB_SIZE for i in range(5)]
 Saved = Callable[[Case], Path]
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = ("eagle3-midlayer", "eagle3-all-norms", "eagle-plain", "mtp-nextn-three-layers", "mtp-mimo", "mtp-mimo-v2")
+every_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.thorough, id=case.name) for case in CASES],
+)
 
 
 @pytest.fixture(scope="module")

@@ -539,7 +539,7 @@ def model(sound: Path, tmp_path: Path) -> Model:
 
 
 def refusal(model: Model) -> str:
-    """Loads the model, which must fail within BOUND_S, and returns its one-line error."""
+    """Loads the model, which must fail within BOUND_S of processor time, and returns its one-line error."""
     begin_s = time.thread_time()
     with pytest.raises(StartupError) as raised:
         load_target(model.path, device="cpu", dtype="float32")
@@ -613,6 +613,7 @@ SOUND: dict[str, Callable[[Model], object]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", SOUND)
 def test_what_real_checkpoints_have_is_served_with_the_same_logits(change: str, model: Model, sound: Path) -> None:
     prompt = [9, 40, 41, 200, 77]

@@ -33,7 +33,10 @@ from common.model.layers_triton import LayerKernels, Norm
 from common.model.part import Part
 from common.model.replace import replace_modules
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [
+    torch.float32,
+    *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in (torch.bfloat16, torch.float16)),
+]
 KERNELS = LayerKernels()
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -162,7 +165,7 @@ def logits_of(model: Any, num_tokens: int) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_models_layers_are_fused_and_compute_the_same(name: str, dtype: torch.dtype) -> None:
     model = model_of(name, dtype)

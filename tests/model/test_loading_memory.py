@@ -43,6 +43,7 @@ _BESIDE = 48 << 20
 """Memory beside the weights: parts of files and of weights that are read or copied at a time, and operators' own."""
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' /proc")
 def test_loading_a_sharded_model_and_packing_it_takes_a_fifth_and_48_mib_more_than_its_weights(tmp_path: Path) -> None:
     tiny, large = save_tiny_model(tmp_path / "tiny", "llama"), tmp_path / "large"

@@ -50,7 +50,7 @@ def weights_of(directory: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_loaded_weights_are_those_that_the_stored_ones_stand_for(
     kind: str, dtype: torch.dtype, quantized: Callable[[str], QuantizedModel]

@@ -97,6 +97,11 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+each_config = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("phi3", "dynamic") else pytest.mark.thorough) for name in CONFIGS]
+)
+
+
 def saved(config: Any, directory: Path) -> Path:
     return save_model(directory, random_model(config), config.vocab_size)
 
@@ -118,7 +123,7 @@ def reference(directory: Path, tokens: list[int]) -> Tensor:
     return logits[0, -1]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each_config
 @pytest.mark.parametrize("context", [ORIGINAL, 250])
 def test_a_row_of_the_served_context_is_rotated_as_by_transformers(name: str, context: int, tmp_path: Path) -> None:
     directory = saved(CONFIGS[name], tmp_path)
@@ -131,7 +136,7 @@ def test_a_row_of_the_served_context_is_rotated_as_by_transformers(name: str, co
     torch.testing.assert_close(logits, reference(directory, tokens), rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each_config
 def test_a_short_row_beside_a_long_one_is_rotated_as_alone(name: str, tmp_path: Path) -> None:
     target = load(saved(CONFIGS[name], tmp_path), 250)
     alone, beside = PagedModel(target, num_rows=2), PagedModel(target, num_rows=2)
