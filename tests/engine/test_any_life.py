@@ -1,5 +1,5 @@
-"""Invariants I9 and I12 in random lives: requests of every kind share few rows and slots, and the streams run in random
-order. Their tokens are those of a sequential computation, and no row or slot is lost.
+"""Invariants I9, I12 and I13 in random lives: requests of every kind share few rows and slots, and the streams run in
+random order. Their tokens are those of a sequential computation, and no row or slot is lost.
 
 tests/pair/test_parity_tiny.py shows the same on real models, with chunked prefill.
 """
@@ -23,7 +23,7 @@ from tests.engine.mutants import local_prefill as local_mutants
 from tests.engine.speculating import CHAIN, TREE, RandomDepth, assert_drafted_as_expected
 from tests.engine.tags import oracle
 
-NUM_LIVES = 24
+NUM_LIVES = 18
 BEGINNINGS = ((3, 1, 4, 1, 5, 9, 2, 6), (700, 701, 702, 703))
 CHUNK_TOKENS = 8
 READY, LOST = (ReplicasChanged((Replica(REPLICA, is_ready),)) for is_ready in (True, False))
@@ -117,6 +117,9 @@ def run_one_each(device: ScriptedDevice) -> None:
 @broken_by(relay.lengths_read_without_waiting, "a decode step published a length of 0")
 @broken_by(rows.row_merged_before_its_copies, "decoded wrongly|drafts were not")
 @broken_by(rows.aborted_row_leaks, "not over")
+@broken_by(tokens.noise_keyed_by_place, "decoded wrongly")
+@broken_by(tokens.noise_keyed_by_step, "decoded wrongly")
+@broken_by(tokens.reused_row_not_reseeded, "decoded wrongly")
 @broken_by(draft_backlog.backlog_has_no_end, "a decode step failed|decoded wrongly")
 @broken_by(local_mutants.row_is_not_seeded, "decoded wrongly")
 @broken_by(prefixes.evicted_slot_leaks, "not conserved|slots are lost")
@@ -141,8 +144,8 @@ def check_any_life_gives_the_oracles_tokens() -> None:
         happened.update(
             found=load.prefixes.num_found, evicted=load.prefixes.num_evicted, retracted=load.num_retractions
         )
-    assert happened["found"] > 200 and happened["evicted"] > 200 and happened["retracted"] > 20, happened
-    assert min(happened[what] for what in ("accepted", "rejected", "exactly drafted")) > 30, happened
+    assert min(happened["found"], happened["evicted"], happened["accepted"], happened["rejected"]) > 200, happened
+    assert happened["exactly drafted"] > 20 and happened["retracted"] > 10, happened
     assert min(happened["computed here"], happened["handed over"]) > 50, happened
 
 

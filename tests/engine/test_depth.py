@@ -24,6 +24,7 @@ HEAD_SHARE = 0.04
 """Lower bound on the head's forward time, as a share of the target's forward time over the same number of tokens."""
 NONE = np.zeros(100, np.int64)
 NUM_STEPS = 1000
+COMPUTE = pytest.param(COMPUTE_BOUND, marks=pytest.mark.thorough)
 MANY = pytest.param(32, marks=pytest.mark.thorough)
 WARM_UP = 100
 
@@ -161,7 +162,7 @@ def bad_at_first(numbers: Random) -> Iterator[float]:
 STEADY = lambda numbers: ()  # noqa: E731
 
 
-@pytest.mark.parametrize("verify_s", [MEMORY_BOUND, COMPUTE_BOUND, CPU], ids=["memory", "compute", "cpu"])
+@pytest.mark.parametrize("verify_s", [MEMORY_BOUND, COMPUTE, CPU], ids=["memory", "compute", "cpu"])
 @pytest.mark.parametrize(
     ("acceptance", "paces"),
     [
@@ -186,7 +187,7 @@ def test_few_rows_that_want_drafts_do_not_slow_the_others(verify_s: Seconds, num
     assert serving.tokens_per_s > 0.95 * num_rows / verify_s(num_rows)
 
 
-@pytest.mark.parametrize("verify_s", [COMPUTE_BOUND, CPU])
+@pytest.mark.parametrize("verify_s", [COMPUTE, CPU])
 @pytest.mark.parametrize("num_rows", [8, MANY])
 def test_looking_whether_drafts_would_pay_costs_next_to_nothing(verify_s: Seconds, num_rows: int) -> None:
     """Rows end before the draft head's backlog of unread tokens is full, so the head never has to catch up for lack of
@@ -276,6 +277,7 @@ def test_a_head_that_takes_long_to_catch_up_with_rows_that_end_before_is_tried_e
     assert all(1024 <= gap < 1024 + 128 for gap in steps_between_probes(serving, 8, 24)[-3:])
 
 
+@pytest.mark.thorough
 def test_it_follows_a_change_of_load_and_of_text() -> None:
     serving = Serving(CPU, 0.8)
     for num_rows, acceptance, best in [(1, 0.8, 4), (32, 0.8, 1), (1, 0.8, 4), (1, 0.02, 0), (1, 0.8, 4)]:

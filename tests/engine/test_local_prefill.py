@@ -5,14 +5,14 @@ bounded size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from common.errors import ContextExceeded, FingerprintMismatch, PrefillUnavailable
-from common.kv.pool import CacheKey, KvPool
+from common.kv.pool import KvPool
 from common.prompts.chunk_batch import ChunkBatch
 from common.prompts.worker import LaunchedChunks, PromptWorker
 from common.sampling.state import SamplingState
@@ -196,37 +196,29 @@ def check_a_chunk_in_flight_holds_its_row() -> None:
     assert_right(runner, hungry)
 
 
+def resets_that_fail(num_times: int) -> AbstractContextManager[object]:
+    """Lets the first forwards of prompts fail within the block, as they set their rows' sampling state."""
+    failures = [RuntimeError("planted")] * num_times
+    return mock.patch.object(SamplingState, "reset", side_effect=[*failures, *[None] * 9])
+
+
 @broken_by(local_prefill.unwritten_kv_is_kept, "decoded wrongly|KV was kept")
 def check_a_failed_chunk_is_computed_again() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        fails = iter([True])
-        reset = SamplingState.reset
-
-        def failing(state: SamplingState, seeds: Sequence[Any]) -> None:
-            if next(fails, False):
-                raise RuntimeError("planted")
-            reset(state, seeds)
-
-        patch.setattr(SamplingState, "reset", failing)
+    with resets_that_fail(1):
         scripted = alone()
         outcome = scripted.submit("r", range(1, 8), 4, cache_salt="")
         scripted.run()
-        assert_right(outcome)
-        load = scripted.engine.load()
-        assert (load.num_row_retries, load.prefixes.num_found) == (1, 0), "a failed chunk's KV was kept"
+    assert_right(outcome)
+    load = scripted.engine.load()
+    assert (load.num_row_retries, load.prefixes.num_found) == (1, 0), "a failed chunk's KV was kept"
 
 
 def check_a_chunk_that_always_fails_fails_its_request() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-
-        def failing(state: SamplingState, seeds: Sequence[Any]) -> None:
-            raise RuntimeError("planted")
-
-        patch.setattr(SamplingState, "reset", failing)
+    with resets_that_fail(9):
         scripted = alone()
         outcome = scripted.submit("r", range(1, 8), 4)
         scripted.run()
-        assert str(outcome.error) == "a prefill step failed: planted"
+    assert str(outcome.error) == "a prefill step failed: planted"
 
 
 @broken_by(prefixes.damaged_kv_stays, "was used again")
@@ -244,18 +236,6 @@ def check_damaged_kv_fails_its_request_and_is_forgotten() -> None:
     scripted.run()
     assert_right(again)
     assert not scripted.engine.load().prefixes.num_found, "damaged KV was used again"
-
-
-def check_retracted_requests_come_back() -> None:
-    """Requests that were computed here give their slots to older ones. They come back by a handoff, because with their
-    output they are too long to be computed here.
-    """
-    with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
-        scripted = ScriptedEngine(max_rows=3, max_kv_tokens=30, local_prefill_tokens=LIMIT)
-        outcomes = [scripted.submit(str(number), range(1, 7), 20, seed=number) for number in range(3)]
-        scripted.run()
-    assert_right(*outcomes)
-    assert scripted.engine.load().num_retractions > 0
 
 
 @broken_by(local_prefill.long_prompts_hold_up_short_ones, "request 0 failed: None")
@@ -284,7 +264,7 @@ def check_a_failed_prompt_keeps_its_turn() -> None:
         begin(local, req)
 
     with (
-        mock.patch.object(SamplingState, "reset", side_effect=[RuntimeError("planted"), *[None] * 9]),
+        resets_that_fail(1),
         mock.patch.object(LocalPrefill, "begin", noting),
     ):
         scripted = alone(max_rows=1)
@@ -385,17 +365,6 @@ def check_a_ready_replica_gets_the_next_request() -> None:
     assert not scripted.engine.load().is_degraded
 
 
-def check_a_lost_request_is_computed_here() -> None:
-    scripted = degraded(replicas=ReplicasChanged((Replica(REPLICA, True),)))
-    outcomes = [scripted.submit(str(number), range(1, 30 + number), 3) for number in range(3)]
-    scripted.step()
-    assert len(scripted.handoffs) == 3
-    lose_replica(scripted)
-    scripted.run()
-    assert_right(*outcomes)
-    assert scripted.engine.load().num_row_retries == 3
-
-
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "not looked at yet"])
 def test_a_long_prompt_begins_here_only_if_no_replica_is_ready_for_a_while(
     is_lost: bool, monkeypatch: pytest.MonkeyPatch
@@ -472,15 +441,8 @@ def check_a_prompt_too_long_for_the_ready_replicas_fails() -> None:
 @broken_by(local_prefill.each_step_looks_at_the_queue, "again and again")
 def check_a_queue_costs_the_steps_nothing() -> None:
     """While a request runs and no other can start, the steps do not look at those that wait."""
-    with pytest.MonkeyPatch.context() as patch:
-        looks, num_cached = [0], KvPool.num_cached
-
-        def counting(pool: KvPool, key: CacheKey | None) -> int:
-            looks[0] += 1
-            return num_cached(pool, key)
-
-        patch.setattr(KvPool, "num_cached", counting)
-        for options in ({"prefill_fallback": False}, {"max_rows": 1}):
+    for options in ({"prefill_fallback": False}, {"max_rows": 1}):
+        with mock.patch.object(KvPool, "num_cached", autospec=True, side_effect=KvPool.num_cached) as look:
             scripted = degraded(**options)
             runner = scripted.submit("runner", [1, 2], 30)
             while not scripted.engine.load().num_running:
@@ -488,10 +450,10 @@ def check_a_queue_costs_the_steps_nothing() -> None:
                 scripted.forward.run_all()
             waiting = [scripted.submit(str(number), range(1, 20), 2) for number in range(50)]
             scripted.step()
-            num_looks = looks[0]
+            num_looks = look.call_count
             for _ in range(10):
                 scripted.step()
-            assert looks[0] <= num_looks + 1, "steps looked at the queue again and again"
+            assert look.call_count <= num_looks + 1, "steps looked at the queue again and again"
             assert not runner.has_ended and not any(outcome.has_ended for outcome in waiting)
 
 

@@ -509,30 +509,23 @@ def test_waiting_for_kv_does_not_count_as_time_for_which_replicas_refuse_a_reque
 @broken_by(prefixes.waiting_is_begun_at_each_look, "looked at again")
 def check_waiting_for_kv_costs_a_step_nothing() -> None:
     """While the awaited KV is on its way, no step compares prompts or looks into the cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        looks: list[str] = []
-
-        def counted(name: str, look: Callable[..., int]) -> Callable[..., int]:
-            def counting(pool: KvPool, *arguments: object, **options: object) -> int:
-                looks.append(name)
-                return look(pool, *arguments, **options)
-
-            return counting
-
-        patch.setattr(KvPool, "num_common", counted("num_common", KvPool.num_common))
-        patch.setattr(KvPool, "num_cached", counted("num_cached", KvPool.num_cached))
+    with (
+        mock.patch.object(KvPool, "num_common", autospec=True, side_effect=KvPool.num_common) as compare,
+        mock.patch.object(KvPool, "num_cached", autospec=True, side_effect=KvPool.num_cached) as look,
+    ):
         scripted = ScriptedEngine(max_rows=8)
         runner = scripted.submit("runner", [1, 2], 40)
         scripted.start("runner")
         for number in range(20):
             scripted.submit(str(number), WAITING, 2, cache_salt=SALT)
         scripted.step()
-        looks.clear()
+        compare.reset_mock()
+        look.reset_mock()
         for number in range(5):
             scripted.submit(f"else {number}", [number], 2)  # new requests make the steps look at the queue
             scripted.step()
         assert not runner.has_ended and len(waiting(scripted)) >= 19
-        assert not looks, f"waiting requests were looked at again: {looks}"
+        assert not compare.called and not look.called, "waiting requests were looked at again"
 
 
 @broken_by(prefixes.shared_slots_do_not_come_back, "gave way although")

@@ -1,4 +1,6 @@
-"""Invariant I12: when results are taken, and what a failed forward leaves. test_any_life has the tokens themselves."""
+"""Invariants I12 and I13: when results are taken, what a failed forward leaves, and what draws depend on. test_any_life
+has the tokens themselves.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,14 @@ def test_a_forward_that_cannot_be_prepared_fails_its_own_requests_alone() -> Non
     scripted.start("good")
     scripted.run()
     assert good.token_ids == good.expected, "the engine did not go on"
+
+
+@broken_by(tokens.noise_without_seed, "draw alike")
+def check_the_seed_matters() -> None:
+    scripted = ScriptedEngine()
+    outcomes = [scripted.submit(str(seed), [1, 2, 3], 3, temperature=1.0, seed=seed) for seed in range(4)]
+    scripted.run()
+    assert len({tuple(outcome.token_ids) for outcome in outcomes}) == 4, "requests of different seeds draw alike"
 
 
 @broken_by(tokens.failure_outlives_its_step, "another one's requests")
