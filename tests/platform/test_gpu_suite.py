@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
+
+from tests.platform.distributions import modules_outside, needed
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = ("torch", "transformers", "pytest", "triton", "grpcio")
@@ -30,42 +29,14 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = FindRest
 """
 
 
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def needed(names: tuple[str, ...]) -> set[str]:
-    """Returns the distributions with these names, and everything they require."""
-    found: set[str] = set()
-    left = [canonical(name) for name in names]
-    while left:
-        name = left.pop()
-        if name in found:
-            continue
-        try:
-            required = [Requirement(line) for line in importlib.metadata.requires(name) or []]
-        except importlib.metadata.PackageNotFoundError:  # a distribution for CUDA, not installed here
-            continue
-        found.add(name)
-        plain = [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
-        left += [canonical(each.name) for each in plain]
-    return found
-
-
 def run_there(code: str, *arguments: str) -> str:
     """Runs `code` in a process that can import no other libraries than INSTALLED. Raises AssertionError with its output
     if it fails.
     """
-    there, ours = needed(INSTALLED), {path.name for path in ROOT.iterdir()}
-    distributions = importlib.metadata.packages_distributions()
-    refused = [
-        module
-        for module, names in distributions.items()
-        if module not in ours and there.isdisjoint(canonical(name) for name in names)
-    ]
-    assert {"platformdirs", "structlog", "numba", "google"} <= {*refused}
+    refused = modules_outside(needed(INSTALLED)) - {path.name for path in ROOT.iterdir()}
+    assert {"platformdirs", "structlog", "numba", "google"} <= refused
     done = subprocess.run(
-        [sys.executable, "-c", REFUSE + code, ",".join(refused), *arguments],
+        [sys.executable, "-c", REFUSE + code, ",".join(sorted(refused)), *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

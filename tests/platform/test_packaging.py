@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import re
 import subprocess
@@ -11,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from scripts.lint.requirements import PROJECT, canonical, declared
+from tests.platform.distributions import modules_outside, needed
 
 
 def test_the_command_line_starts_without_the_services_libraries() -> None:
@@ -41,32 +40,12 @@ def test_the_command_line_starts_without_the_services_libraries() -> None:
     )
 
 
-def installed_with(*extras: str) -> set[str]:
-    """Returns the distributions that an installation with these extras has, with all their requirements."""
-    found: set[str] = set()
-    pending = declared(*extras)
-    while pending - found:
-        name = (pending - found).pop()
-        found.add(name)
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a requirement for another system
-            for line in importlib.metadata.requires(name) or ():
-                requirement = Requirement(line)
-                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                    pending.add(canonical(requirement.name))
-    return found
-
-
 @pytest.mark.thorough
 def test_the_services_load_a_model_with_what_they_declare(tiny_model_dir: Callable[[str], Path]) -> None:
     """transformers imports some libraries only when it is called, and the machine of this test may have libraries that
     a user's has not.
     """
-    there = installed_with("engine")
-    hidden = [
-        root
-        for root, distributions in importlib.metadata.packages_distributions().items()
-        if there.isdisjoint(canonical(name) for name in distributions)
-    ]
+    hidden = sorted(modules_outside(needed(declared("engine"))))
     assert "hypothesis" in hidden and not {"torch", "numpy", "tokenizers"} & set(hidden)
     hide = f"import sys; sys.modules.update(dict.fromkeys({hidden!r}))"
     load = f"load_target(Path({str(tiny_model_dir('llama'))!r}), device='cpu', dtype='float32')"
