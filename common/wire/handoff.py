@@ -1,7 +1,7 @@
 """The values that a decode engine and a prefill replica exchange in a handoff, on any transport.
 
 They are frozen and can be pickled. A row is identified by its index in the PrefillBatch of its call; a retry is a new
-call. The codec converts each value to one `baton.v1` message. The in-process handoff passes the values themselves.
+call. The codec converts each value to one `baton.v1` message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface between the decode engine and prefill replicas, which are remote (gRPC) or in the same process.
+"""The interface between the decode engine and prefill replicas, which it reaches over gRPC.
 
 engine ──start, cancel_rows, break_call, landed──▶ transport ──▶ replica
 engine ◀─────── post(FrameArrived | CallEnded | ReplicasChanged) ─────── transport
