@@ -7,7 +7,6 @@ sometimes guesses them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from common.draft.seed import Seed
 from common.prompts import worker as prefill
+from common.prompts.chunk_batch import Chunk
 from common.sampling.params import ResolvedSampling
 from decode_service.forward import speculative_worker
 from decode_service.forward.draft_backlog import DraftBacklog, Unread
@@ -96,8 +96,9 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind
     new_tokens = NEW_TOKENS + 2 * num_behind
     with pairs_that_keep_all() as make_pair:
         depth = LeftBehind(options.spec_info, num_behind) if num_behind else None
-        pair = make_pair(drafted.target, dataclasses.replace(options, depth=depth), draft=drafted.head)
-        other = make_pair(drafted.target, options, draft=drafted.head)
+        pair = make_pair(drafted.target, replace(options, depth=depth), draft=drafted.head)
+        chunks = replace(options, chunk_tokens=8)  # a chunk needs the prompt's token after it
+        other = make_pair(drafted.target, chunks, draft=drafted.head)
         for number in range(NUM_REQUESTS):
             prompt = [4 + (number * 11 + place * (number + 3)) % 56 for place in range(5 + 3 * number)]
             sampling = ResolvedSampling(seed=number, max_tokens=new_tokens, temperature=0.7)
@@ -125,13 +126,13 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind
 
 
 @pytest.mark.parametrize("shape", ["chain-3", "tree-4x3-15"])
-def test_seeds_are_those_of_prefill(shape: str, random_head: Drafted) -> None:
-    check_seeds_are_those_of_prefill(random_head, shape)
-
-
-@pytest.mark.parametrize("shape", ["chain-3", "tree-4x3-15"])
-@pytest.mark.parametrize("num_behind", [1, SpecInfo.chain(1).max_draft_lag + 1])
-def test_seeds_of_a_head_that_caught_up_are_those_of_prefill(shape: str, num_behind: int, random_head: Drafted) -> None:
+@pytest.mark.parametrize(
+    "num_behind",
+    [0, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, SpecInfo.chain(1).max_draft_lag + 1))],
+)
+def test_seeds_are_those_of_prefill_after_steps_that_left_the_head_behind_too(
+    shape: str, num_behind: int, random_head: Drafted
+) -> None:
     check_seeds_are_those_of_prefill(random_head, shape, num_behind=num_behind)
 
 
@@ -155,28 +156,30 @@ def unread_states_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftBacklog, "unread", mutant)
 
 
-@pytest.mark.parametrize("mutant", [unread_a_position_late, unread_states_lost])
-def test_it_is_seen_when_the_head_catches_up_wrongly(
-    mutant: Mutant, random_head: Drafted, monkeypatch: pytest.MonkeyPatch
+def chunk_without_the_next_token(patch: pytest.MonkeyPatch) -> None:
+    """Gives the head token 0 as the one that follows a chunk."""
+    next_ids = Chunk.next_ids
+    patch.setattr(Chunk, "next_ids", lambda self, num_ahead: np.append(next_ids(self, num_ahead)[:-1], 0))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("mutant", "shape", "num_behind"),
+    [
+        (mutants.drafted_kv_left_in_place, "chain-3", 0),
+        (mutants.states_of_other_nodes_extended, "chain-3", 0),
+        (mutants.seed_of_the_windows_last_row, "tree-4x3-15", 0),
+        (chunk_without_the_next_token, "chain-3", 0),
+        (unread_a_position_late, "chain-3", 3),
+        (unread_states_lost, "chain-3", 3),
+    ],
+)
+def test_it_is_seen(
+    mutant: Mutant, shape: str, num_behind: int, random_head: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match="is not what prefill hands over"):
-        check_seeds_are_those_of_prefill(random_head, "chain-3", num_behind=3)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "shape"),
-    [
-        (mutants.drafted_kv_left_in_place, "chain-3"),
-        (mutants.drafted_kv_left_in_place, "tree-4x3-15"),
-        (mutants.states_of_other_nodes_extended, "chain-3"),
-        (mutants.seed_of_the_windows_last_row, "tree-4x3-15"),
-    ],
-)
-def test_it_is_seen(mutant: Mutant, shape: str, random_head: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match="is not what prefill hands over"):
-        check_seeds_are_those_of_prefill(random_head, shape)
+        check_seeds_are_those_of_prefill(random_head, shape, num_behind=num_behind)
 
 
 # ---- a tree branches off the chain ------------------------------------------------------------------------------
@@ -240,10 +243,12 @@ def check_the_likeliest_path_is_the_chain(drafted: Drafted) -> None:
     assert num_compared > NUM_TREES / 2
 
 
+@pytest.mark.thorough
 def test_the_likeliest_path_is_the_chain(random_head: Drafted) -> None:
     check_the_likeliest_path_is_the_chain(random_head)
 
 
+@pytest.mark.thorough
 def test_it_is_seen_when_siblings_attend_each_other(random_head: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
     mutants.draft_mask_is_causal(monkeypatch)
     with pytest.raises(AssertionError, match="depends on its siblings"):
