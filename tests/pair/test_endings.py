@@ -79,58 +79,47 @@ def num_decode_steps(pair: InProcessPair) -> int:
 # ---- endings --------------------------------------------------------------------------------------------------------
 
 
-def test_a_first_token_that_is_eos_is_the_only_one_and_no_decode_step_runs(pair: InProcessPair) -> None:
-    outcome = run(pair, greedy(eos_token_ids=(EOS,), logit_bias=((EOS, 100.0),)))
-    assert outcome.token_ids == [EOS]
-    assert ending_of(outcome).reason is FinishReason.EOS
-    assert num_decode_steps(pair) == 0
+Ending = tuple[dict[str, Any], list[int], FinishReason, int | None]
 
 
-def test_a_first_token_that_is_a_stop_token_is_the_only_one_and_is_named(pair: InProcessPair, plain: list[int]) -> None:
-    outcome = run(pair, greedy(eos_token_ids=(EOS,), stop_token_ids=(5, plain[0])))
-    assert outcome.token_ids == plain[:1]
-    finished = ending_of(outcome)
-    assert (finished.reason, finished.stop_token_id) == (FinishReason.STOP_TOKEN, plain[0])
-    assert num_decode_steps(pair) == 0
-
-
-def test_max_tokens_1_gives_exactly_one_token(pair: InProcessPair, plain: list[int]) -> None:
-    outcome = run(pair, greedy(max_tokens=1))
-    assert outcome.token_ids == plain[:1]
-    assert ending_of(outcome).reason is FinishReason.LENGTH
-    assert num_decode_steps(pair) == 0
-
-
-@pytest.mark.parametrize("max_tokens", [2, 3, NEW_TOKENS])
-def test_max_tokens_is_exact(max_tokens: int, pair: InProcessPair, plain: list[int]) -> None:
-    outcome = run(pair, greedy(max_tokens=max_tokens))
-    assert outcome.token_ids == plain[:max_tokens]
-    finished = ending_of(outcome)
-    assert (finished.reason, finished.stop_token_id, finished.stop_string) == (FinishReason.LENGTH, None, None)
-    assert num_decode_steps(pair) == max_tokens - 1, "no step runs whose tokens are dropped"
+def endings(plain: list[int]) -> dict[str, Ending]:
+    """Returns sampling options by name, with the tokens, the reason and the stop token of the output's end."""
+    place = first_new_at(plain, at_least=4)
+    at_eos, likely_eos = {"eos_token_ids": (plain[place],)}, {"logit_bias": ((EOS, 100.0),)}
+    stop_tokens = {"eos_token_ids": (EOS,), "stop_token_ids": (5, plain[0])}
+    lengths: dict[str, Ending] = {
+        f"max_tokens {number}": ({"max_tokens": number}, plain[:number], FinishReason.LENGTH, None)
+        for number in (1, 2, 3, NEW_TOKENS)
+    }
+    return lengths | {
+        "the first token is eos": ({"eos_token_ids": (EOS,), **likely_eos}, [EOS], FinishReason.EOS, None),
+        "the first token is a stop token": (stop_tokens, plain[:1], FinishReason.STOP_TOKEN, plain[0]),
+        "eos in the middle": (at_eos, plain[: place + 1], FinishReason.EOS, None),
+        "the last allowed token is eos": (
+            {**at_eos, "max_tokens": place + 1},
+            plain[: place + 1],
+            FinishReason.EOS,
+            None,
+        ),
+        "eos is ignored": ({"max_tokens": 5, **likely_eos}, [EOS] * 5, FinishReason.LENGTH, None),
+    }
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-def test_eos_in_the_middle_ends_the_output_with_it(
+def test_an_output_ends_where_it_should(
     overlap: bool, make_pair: MakePair, tiny_target: Callable[[str], TargetModel], plain: list[int]
 ) -> None:
-    place = first_new_at(plain, at_least=4)
-    outcome = run(make_pair(tiny_target("llama"), PairOptions(overlap=overlap)), greedy(eos_token_ids=(plain[place],)))
-    assert outcome.token_ids == plain[: place + 1]
-    assert ending_of(outcome).reason is FinishReason.EOS
-
-
-def test_a_last_allowed_token_that_is_eos_ends_with_eos(pair: InProcessPair, plain: list[int]) -> None:
-    place = first_new_at(plain, at_least=4)
-    outcome = run(pair, greedy(eos_token_ids=(plain[place],), max_tokens=place + 1))
-    assert outcome.token_ids == plain[: place + 1]
-    assert ending_of(outcome).reason is FinishReason.EOS
-
-
-def test_an_ignored_eos_ends_nothing(pair: InProcessPair) -> None:
-    outcome = run(pair, greedy(eos_token_ids=(), logit_bias=((EOS, 100.0),), max_tokens=5))
-    assert outcome.token_ids == [EOS] * 5
-    assert ending_of(outcome).reason is FinishReason.LENGTH
+    pair = make_pair(tiny_target("llama"), PairOptions(chunk_tokens=8, overlap=overlap))
+    for name, (changes, token_ids, reason, stop_token_id) in endings(plain).items():
+        num_before = num_decode_steps(pair)
+        outcome = pair.submit(name, PROMPT, greedy(**changes))
+        pair.run()
+        assert outcome.token_ids == token_ids, name
+        finished = ending_of(outcome)
+        assert (finished.reason, finished.stop_token_id, finished.stop_string) == (reason, stop_token_id, None), name
+        if "max_tokens" in changes or len(token_ids) == 1:
+            num_steps = num_decode_steps(pair) - num_before
+            assert num_steps == len(token_ids) - 1, f"{name}: a step ran whose tokens are dropped"
 
 
 @pytest.mark.parametrize("min_tokens", [1, 6])
