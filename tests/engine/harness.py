@@ -141,6 +141,21 @@ def assert_right(*outcomes: Outcome) -> None:
         assert outcome.token_ids == outcome.wanted, f"request {number} was decoded wrongly"
 
 
+class Clock:
+    """A clock that moves only when the test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def places(events: Sequence[Event]) -> dict[str, str]:
+    """Returns the replica to which each request was sent."""
+    return {row.request_id: each.replica for each in events if isinstance(each, StartHandoff) for row in each.rows}
+
+
 def assert_conserved(load: EngineLoad) -> None:
     """Asserts that no row or slot was lost, or counted twice."""
     for all_ in (load.rows, load.slots):

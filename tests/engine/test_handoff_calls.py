@@ -7,9 +7,9 @@ import pytest
 
 from common.errors import ContextExceeded, InvalidRequest, PrefillUnavailable, RowFailure
 from common.wire.handoff import PrebuiltBatch, RowFailed
-from decode_service.messages import Event, FrameArrived, Replica, ReplicasChanged, StartHandoff
+from decode_service.messages import FrameArrived, Replica, ReplicasChanged
 from decode_service.schedule import dispatcher
-from tests.engine.harness import ScriptedEngine
+from tests.engine.harness import Clock, ScriptedEngine, places
 from tests.engine.tags import GROUP, TAG_GRAMMAR
 
 
@@ -27,11 +27,6 @@ def test_more_rows_than_a_call_may_have_are_asked_for_in_several(monkeypatch: py
 SMALL, LARGE = Replica("small", True, max_context_tokens=8), Replica("large", True, 5, max_context_tokens=40)
 LOST = Replica("large", False, error=PrefillUnavailable("large: is not ready"))
 SHORT, LONG = [1, 2, 3], list(range(1, 21))
-
-
-def places(events: list[Event]) -> dict[str, str]:
-    """Returns the replica to which each request was sent."""
-    return {row.request_id: each.replica for each in events if isinstance(each, StartHandoff) for row in each.rows}
 
 
 def test_a_prompt_goes_only_where_it_fits() -> None:
@@ -74,15 +69,15 @@ def test_a_request_that_fails_leaves_what_was_spared_for_it_to_the_next() -> Non
 
 
 def test_a_change_that_nothing_reports_delays_a_request_by_a_second_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [100.0]
-    engine = ScriptedEngine(clock=lambda: now_s[0])
+    clock = Clock()
+    engine = ScriptedEngine(clock=clock)
     with monkeypatch.context() as patch:
         patch.setattr(engine.engine.pool, "reserve", lambda num_tokens, **options: None)
         engine.submit("a", SHORT, 3)
         assert not places(engine.step())
-    now_s[0] += 0.9
+    clock.now_s += 0.9
     assert not places(engine.step())
-    now_s[0] += 0.2
+    clock.now_s += 0.2
     assert list(places(engine.step())) == ["a"]
     engine.run()
 
@@ -99,21 +94,21 @@ OTHERS_MAY_COME = [ReplicasChanged(replicas, others_may_come=True) for replicas 
 def test_a_prompt_waits_for_a_replica_that_may_take_it_and_holds_up_no_other(
     reports: list[ReplicasChanged], cause: str, comes_back: bool
 ) -> None:
-    now_s = [100.0]
-    engine = ScriptedEngine(max_kv_tokens=24, clock=lambda: now_s[0])
+    clock = Clock()
+    engine = ScriptedEngine(max_kv_tokens=24, clock=clock)
     for report in reports:
         engine.post(report)
     long = engine.submit("long", LONG, 3)
     engine.submit("short", SHORT, 3)
     assert places(engine.step()) == {"short": "small"}
     engine.hand_over("short")
-    now_s[0] += 9.0
+    clock.now_s += 9.0
     engine.step()
     assert long.error is None
     if comes_back:
         engine.post(replace(reports[-1], replicas=(SMALL, LARGE)))
     else:
-        now_s[0] += 1.0
+        clock.now_s += 1.0
         engine.step()
         assert isinstance(long.error, PrefillUnavailable)
         assert str(long.error).endswith(f"the largest takes 8{cause}")
@@ -135,8 +130,8 @@ def test_a_prompt_that_none_has_ever_taken_fails_at_once_behind_others_too(other
 
 
 def test_a_retracted_request_waits_too_where_one_that_takes_it_may_come() -> None:
-    now_s = [100.0]
-    engine = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=lambda: now_s[0])
+    clock = Clock()
+    engine = ScriptedEngine(max_rows=2, max_kv_tokens=48, clock=clock)
     engine.submit("older", SHORT, 40)
     younger = engine.submit("younger", SHORT, 40)
     while not engine.engine.load().num_retractions:
@@ -147,7 +142,7 @@ def test_a_retracted_request_waits_too_where_one_that_takes_it_may_come() -> Non
     engine.post(ReplicasChanged((SMALL,), others_may_come=True))
     for _ in range(3):
         engine.step()
-        now_s[0] += 3.0
+        clock.now_s += 3.0
     assert younger.error is None
     engine.post(ReplicasChanged((SMALL, LARGE), others_may_come=True))
     engine.run()
@@ -155,8 +150,8 @@ def test_a_retracted_request_waits_too_where_one_that_takes_it_may_come() -> Non
 
 
 def test_a_prompt_that_no_replica_takes_waits_no_longer_while_others_wait_for_rows() -> None:
-    now_s = [100.0]
-    engine = ScriptedEngine(max_rows=1, clock=lambda: now_s[0])
+    clock = Clock()
+    engine = ScriptedEngine(max_rows=1, clock=clock)
     engine.post(ReplicasChanged((SMALL, Replica("large", False))))
     long = engine.submit("long", LONG, 3)
     for name in ("short", "shorter"):
@@ -164,7 +159,7 @@ def test_a_prompt_that_no_replica_takes_waits_no_longer_while_others_wait_for_ro
     for since_s in range(10):
         engine.step()
         assert long.error is None, f"after {since_s} s"
-        now_s[0] += 1.0
+        clock.now_s += 1.0
     engine.step()
     assert isinstance(long.error, PrefillUnavailable)
     assert str(long.error).endswith("the largest takes 8, and large: is not ready")

@@ -21,7 +21,7 @@ from decode_service.schedule import dispatcher
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from tests.engine.checks import breaking, broken_by, holding
-from tests.engine.harness import REPLICA, Damage, ScriptedEngine, assert_right
+from tests.engine.harness import REPLICA, Clock, Damage, ScriptedEngine, assert_right
 from tests.engine.mutants import local_prefill, prefixes
 from tests.engine.speculating import CHAIN, TREE
 
@@ -48,16 +48,6 @@ class NotedChunks:
 def alone(**options: Any) -> ScriptedEngine:
     """Returns a decode engine without a replica, whose clock stands still."""
     return ScriptedEngine(local_prefill_tokens=LIMIT, replicas=NO_REPLICA, clock=lambda: 0.0, **options)
-
-
-class Clock:
-    """A clock that moves only when the test moves it."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 LONG_AFTER_S = 1000.0

@@ -21,7 +21,7 @@ from decode_service.messages import CallEnded, FrameArrived, Phase, Replica, Rep
 from decode_service.schedule import dispatcher, local_prefill
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
-from tests.engine.harness import REPLICA, Damage, Outcome, ScriptedEngine, assert_right
+from tests.engine.harness import REPLICA, Clock, Damage, Outcome, ScriptedEngine, assert_right
 from tests.engine.mutants import prefixes, rows
 from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, ScriptedDepth, a_step_that_tells
 from tests.engine.tag_head import DRAFT
@@ -469,12 +469,12 @@ def check_a_prompt_computed_here_is_waited_for_chunk_by_chunk() -> None:
 
 
 def check_waiting_for_kv_counts_as_queueing() -> None:
-    now_s = [0.0]
-    scripted = ScriptedEngine(clock=lambda: now_s[0])
+    clock = Clock()
+    scripted = ScriptedEngine(clock=clock)
     scripted.submit("a", WAITING, 2, cache_salt=SALT)
     follower = scripted.submit("b", WAITING, 2, cache_salt=SALT)
     scripted.step()
-    now_s[0] += 5
+    clock.now_s += 5
     scripted.hand_over("a")
     scripted.run()
     assert follower.finished is not None
@@ -482,15 +482,15 @@ def check_waiting_for_kv_counts_as_queueing() -> None:
 
 
 def test_waiting_for_kv_does_not_count_as_time_for_which_replicas_refuse_a_request() -> None:
-    now_s = [0.0]
-    scripted = ScriptedEngine(clock=lambda: now_s[0])
+    clock = Clock()
+    scripted = ScriptedEngine(clock=clock)
     refused = scripted.submit("refused", WAITING, 2, cache_salt=SALT)
     scripted.step()
     scripted.refuse("refused", RowFailure.CAPACITY)
     scripted.submit("source", WAITING, 2, cache_salt=SALT)
     scripted.step()
     for _ in range(9):
-        now_s[0] += 3.0
+        clock.now_s += 3.0
         scripted.step()
     assert list(scripted.handoffs) == ["source"]
     scripted.hand_over("source")
@@ -501,7 +501,7 @@ def test_waiting_for_kv_does_not_count_as_time_for_which_replicas_refuse_a_reque
     scripted.refuse("refused", RowFailure.CAPACITY)
     scripted.step()
     assert refused.error is None, "it was given up"
-    now_s[0] += 1.0
+    clock.now_s += 1.0
     scripted.run()
     assert_right(refused)
 
@@ -668,9 +668,9 @@ def check_a_lost_handoff_is_retried_with_what_is_held_then() -> None:
     is evicted in part, or grows.
     """
     for then in ("nothing", "is evicted", "grows"):
-        now_s = [0.0]
+        clock = Clock()
         with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
-            scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40, clock=lambda: now_s[0])  # noqa: B023 - run at once
+            scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40, clock=clock)
             serve(scripted, "first", PROMPT[:6], 2)
             lost = scripted.submit("lost", (*PROMPT, 50, 51, 52), 8, cache_salt=SALT)
             scripted.step()
@@ -688,7 +688,7 @@ def check_a_lost_handoff_is_retried_with_what_is_held_then() -> None:
             elif then == "is evicted":
                 serve_beside(scripted, "hungry", range(100, 120), 19, cache_salt=None)
                 assert scripted.engine.load().prefixes.num_evicted > 0
-            now_s[0] += 1.0
+            clock.now_s += 1.0
             scripted.step()
             num_held = scripted.handoffs["lost"].num_held
             assert num_held in {"nothing": [6], "is evicted": range(6), "grows": [8]}[then], f"{num_held} were held"

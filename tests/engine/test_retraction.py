@@ -14,21 +14,11 @@ import pytest
 from common.errors import DeadlineExceeded, EngineFault, PrefillUnavailable, RowFailure
 from decode_service.messages import FinishAtStop, FinishReason, Replica, ReplicasChanged, StartHandoff
 from tests.engine.checks import breaking, broken_by, holding
-from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
+from tests.engine.harness import REPLICA, Clock, Outcome, ScriptedEngine
 from tests.engine.mutants import retraction
 from tests.engine.speculating import CHAIN
 
 OLDER, YOUNGER = [1, 2, 3], [4]
-
-
-class Clock:
-    """A clock that moves only when the test moves it."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def two_that_do_not_fit(

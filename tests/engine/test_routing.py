@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from common.errors import PrefillUnavailable, RowFailure
 from common.kv.pool import CacheKey
 from common.kv.prefix_tree import PrefixTree
-from decode_service.messages import CallEnded, Event, Replica, ReplicasChanged, StartHandoff
+from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from decode_service.schedule import replica_set
 from decode_service.schedule.replica_set import ReplicaSet, Route
 from tests.engine.checks import breaking, broken_by, holding
-from tests.engine.harness import ScriptedEngine
+from tests.engine.harness import ScriptedEngine, places
 from tests.engine.mutants import routing
 
 
@@ -361,11 +361,6 @@ BOTH = ReplicasChanged(
     tuple(Replica(address, True, instance_id=address, max_cached_tokens=1000) for address in ("first", "second"))
 )
 LONG = list(range(1, 41))
-
-
-def places(events: list[Event]) -> dict[str, str]:
-    """Returns the replica to which each request was sent."""
-    return {row.request_id: each.replica for each in events if isinstance(each, StartHandoff) for row in each.rows}
 
 
 def test_rows_that_are_not_ready_are_their_replicas_load() -> None:

@@ -138,8 +138,8 @@ def _choice_places(trace: Sequence[Transition]) -> list[int]:
     return [place for place, transition in enumerate(trace) if len(transition.enabled) > 1]
 
 
-def explore(program: Program, *, max_interleavings: int | None = None) -> Report:
-    """Runs orders of `program` until all were run, `max_interleavings` were run, or one fails."""
+def explore(program: Program) -> Report:
+    """Runs orders of `program` until all were run, or one fails."""
     nodes: list[_Node] = []
     num_interleavings = 0
     witnessed: set[str] = set()
@@ -159,8 +159,6 @@ def explore(program: Program, *, max_interleavings: int | None = None) -> Report
             nodes.pop()
         if not nodes:
             return Report(num_interleavings, True, witnessed=frozenset(witnessed))
-        if num_interleavings == max_interleavings:
-            return Report(num_interleavings, False, witnessed=frozenset(witnessed))
         node = nodes[-1]
         node.chosen = min(node.todo - node.done.keys() - node.sleep.keys())
 

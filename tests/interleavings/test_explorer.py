@@ -185,16 +185,6 @@ def test_a_failing_order_is_told_as_a_script_that_fails_again() -> None:
     assert isinstance(again, AssertionError) and "half done" in str(again)
 
 
-def test_exploring_stops_at_its_limit() -> None:
-    def many(rig: Rig) -> None:
-        for _ in range(6):
-            rig.first.enqueue(rig.mix(0))
-            rig.second.enqueue(rig.mix(0))
-
-    report = explore(program(many), max_interleavings=50)
-    assert (report.num_interleavings, report.is_exhaustive) == (50, False)
-
-
 def random_body(numbers: random.Random) -> Body:
     """Returns a body with a few pieces on both streams, waits between them, and a host that polls, writes and waits."""
     steps: list[tuple[str, int, tuple[int, ...]]] = []
