@@ -158,18 +158,6 @@ def test_of_fixed_addresses_there_will_be_no_others(rig: Rig) -> None:
     assert not rig.others_may_come()
 
 
-def test_a_replica_that_joins_the_name_serves(rig: Rig) -> None:
-    rig.bring_up(FIRST)
-    rig.names.hosts["prefill"] = (FIRST,)
-    transport = rig.connect("dns:///prefill:PORT")
-    rig.ready(FIRST)
-    rig.bring_up(SECOND)
-    rig.names.hosts["prefill"] = (FIRST, SECOND)
-    rig.ready(FIRST, SECOND)
-    transport.start(StartHandoff("call", rig.at(SECOND), (row(),)))
-    assert rig.decode.ended("call").error is None
-
-
 def test_replicas_come_and_go_with_the_lines_of_a_file(rig: Rig, tmp_path: Path) -> None:
     first, file = rig.bring_up(FIRST), tmp_path / "prefill"
     rig.bring_up(SECOND)

@@ -237,14 +237,14 @@ def test_no_progress_in_time_ends_the_call(rig: Rig) -> None:
 def test_a_replica_that_sends_nothing_keeps_its_call_while_its_engine_steps_and_no_longer(rig: Rig) -> None:
     replica = RawReplica()
     replica.frames, replica.hangs, replica.is_stepping = (ACCEPTED,), True, True
-    rig.call(replica, timeouts=replace(FAST, progress_timeout_s=0.2))
+    rig.call(replica, timeouts=replace(FAST, progress_timeout_s=0.5))
     num_steps = replica.num_steps
-    rig.decode.latest_replica(lambda state: state.num_uncomputed_tokens > num_steps + 0.6 / FAST.poll_interval_s)
+    rig.decode.latest_replica(lambda state: state.num_uncomputed_tokens > num_steps + 1.5 / FAST.poll_interval_s)
     assert rig.decode.num_ends("call") == 0
     replica.is_stepping = False
     end = rig.decode.ended("call")
     assert isinstance(end.error, PrefillUnavailable)
-    assert "no frame within 0.2 s" in str(end.error)
+    assert "no frame within 0.5 s" in str(end.error)
 
 
 def test_a_replica_that_listens_but_never_answers_is_not_ready(rig: Rig) -> None:
@@ -259,23 +259,18 @@ def test_a_replica_that_listens_but_never_answers_is_not_ready(rig: Rig) -> None
 # ---- readiness ------------------------------------------------------------------------------------------------------
 
 
-def test_a_mismatched_replica_is_never_ready_and_the_field_is_named(rig: Rig, logged: Callable[[], str]) -> None:
-    rig.connect(rig.bring_up(RawReplica(fingerprint=OTHER)))
-    replica = rig.decode.latest_replica(lambda replica: isinstance(replica.error, FingerprintMismatch))
-    assert not replica.is_ready
-    assert isinstance(replica.error, FingerprintMismatch)
-    assert (replica.error.field, replica.error.ours, replica.error.theirs) == (
-        "target_weights_digest",
-        "beef",
-        "other",
-    )
+@pytest.mark.parametrize("instance_id", ["raw", ""])
+def test_a_mismatched_replica_is_never_ready_and_the_field_is_named(
+    rig: Rig, logged: Callable[[], str], instance_id: str
+) -> None:
+    address = rig.bring_up(RawReplica(fingerprint=OTHER, instance_id=instance_id))
+    transport = rig.connect(address)
+    error = rig.decode.latest_replica(lambda replica: "not looked" not in str(replica.error)).error
+    assert isinstance(error, FingerprintMismatch)
+    assert (error.field, error.ours, error.theirs) == ("target_weights_digest", "beef", "other")
     assert "fingerprints differ in target_weights_digest" in logged()
-
-
-def test_a_replica_that_names_no_instance_has_its_fingerprint_compared_too(rig: Rig) -> None:
-    rig.connect(rig.bring_up(RawReplica(fingerprint=OTHER, instance_id="")))
-    replica = rig.decode.latest_replica(lambda replica: "not looked" not in str(replica.error))
-    assert isinstance(replica.error, FingerprintMismatch)
+    transport.start(StartHandoff("call", address, (row(),)))
+    assert isinstance(rig.decode.ended("call").error, FingerprintMismatch)
 
 
 @pytest.mark.parametrize("method", ["Check", "GetLoad", "GetFingerprint"])
@@ -370,14 +365,6 @@ def test_one_replica_does_not_hide_another(rig: Rig) -> None:
     rig.decode.wait_for_replica(
         lambda replica: replica.address == bad and isinstance(replica.error, FingerprintMismatch)
     )
-
-
-def test_a_call_to_a_mismatched_replica_ends_with_the_mismatch(rig: Rig) -> None:
-    address = rig.bring_up(RawReplica(fingerprint=OTHER))
-    transport = rig.connect(address)
-    rig.decode.latest_replica(lambda replica: isinstance(replica.error, FingerprintMismatch))
-    transport.start(StartHandoff("call", address, (row(),)))
-    assert isinstance(rig.decode.ended("call").error, FingerprintMismatch)
 
 
 def test_calls_take_turns_on_as_many_connections_as_were_asked_for(rig: Rig) -> None:

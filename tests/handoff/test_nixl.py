@@ -94,23 +94,6 @@ def test_a_process_killed_in_mid_read_costs_the_call_an_attempt_and_is_started_a
     wait_until(lambda: pair.hand_over(next(call_ids)))
 
 
-def test_a_way_that_fails_again_and_again_is_tried_less_and_less_often(
-    peers: NixlPeers, make_pair: Callable[..., Pair], logged: Callable[[], str]
-) -> None:
-    pair = make_pair(peers, retry_s=0.001)
-
-    async def not_there(*_: object, **__: object) -> NixlPool:
-        raise PoolUnusable("NIXL: no way to it")
-
-    pair.reader._has_failed = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NixlPool, "opened", not_there)
-        wait_until(lambda: "gRPC for 0.008 s: NIXL" in logged())
-        assert not pair.start().shares_memory
-    waits = re.findall(r"comes over gRPC for (\S+) s: NIXL", logged())
-    assert waits[:4] == ["0.001", "0.002", "0.004", "0.008"]
-
-
 def test_a_look_is_answered_while_the_way_is_opened_which_ends_with_its_instance_and_with_the_service(
     peers: NixlPeers, make_pair: Callable[..., Pair]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -96,8 +97,22 @@ async def status_of(call: Call) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def refusal(edge: Edge, *rows: HandoffRow) -> grpc.aio.AioRpcError:
-    return await status_of(await edge.open(*rows))
+async def refusal(call: Call) -> tuple[grpc.StatusCode, ErrorInfo]:
+    """Reads the call to its end, and returns the code and details of the error with which it failed."""
+    status = await status_of(call)
+    info = error_info(status)
+    assert info is not None
+    return status.code(), info
+
+
+async def row_failure(edge: Edge, refused: HandoffRow) -> RowFailed:
+    """Sends a row that the edge refuses, and returns why. Asserts that the call ends without the engine."""
+    call = await edge.open(refused)
+    accepted, failure = [await read(call, (refused,)) for _ in range(2)]
+    assert isinstance(accepted, Accepted) and isinstance(failure, RowFailed) and failure.row == 0
+    assert await bounded(call.read()) is grpc.aio.EOF
+    assert edge.prefill.commands.all() == []
+    return failure
 
 
 @asynccontextmanager
@@ -126,12 +141,8 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 async def test_another_fingerprint_is_a_failed_precondition_naming_the_field(edge: Edge) -> None:
-    call = await edge.open(fingerprint=replace(FINGERPRINT, tokenizer_digest="other"))
-    status = await status_of(call)
-    info = error_info(status)
-    assert status.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert info is not None
-    assert info.reason == "FINGERPRINT_MISMATCH"
+    code, info = await refusal(await edge.open(fingerprint=replace(FINGERPRINT, tokenizer_digest="other")))
+    assert (code, info.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH")
     assert dict(info.metadata) == {"field": "tokenizer_digest", "decode": "other", "prefill": "7e57"}
     assert edge.prefill.commands.all() == []
 
@@ -145,10 +156,8 @@ async def test_a_peer_of_another_protocol_version_is_told_which(edge: Edge, is_f
     if not is_first:
         await call.write(encode_prefill_batch(FINGERPRINT, (row(),)))
     await call.write(command.SerializeToString())
-    status = await status_of(call)
-    info = error_info(status)
-    assert status.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert info is not None
+    code, info = await refusal(call)
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
     assert dict(info.metadata) == {"field": "protocol_version", "decode": "8", "prefill": str(PROTOCOL_VERSION)}
 
 
@@ -168,11 +177,8 @@ async def test_a_peer_of_another_protocol_version_is_told_which(edge: Edge, is_f
 async def test_a_broken_first_command_fails_its_call_naming_the_field(edge: Edge, first: bytes, field: str) -> None:
     call: Call = edge.channel.stream_stream("/baton.v1.Prefill/Handoff")()
     await call.write(first)
-    status = await status_of(call)
-    info = error_info(status)
-    assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert info is not None
-    assert info.metadata["field"] == field
+    code, info = await refusal(call)
+    assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
     assert edge.prefill.commands.all() == []
     await edge.still_serves()
 
@@ -193,7 +199,7 @@ async def test_a_stream_without_a_first_command_is_not_kept() -> None:
 
 async def test_an_oversized_command_fails_its_call_only() -> None:
     async with serve(HandoffLimits(), max_message_bytes=1024) as edge:
-        status = await refusal(edge, *(row(num_tokens=256) for _ in range(4)))
+        status = await status_of(await edge.open(*(row(num_tokens=256) for _ in range(4))))
         assert status.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert edge.prefill.commands.all() == []
         await edge.still_serves()
@@ -214,30 +220,18 @@ INVALID_ROWS = {
 
 
 async def test_a_row_that_is_too_long_for_this_replica_may_go_to_another(edge: Edge) -> None:
-    rows = (row(num_tokens=257),)
-    call = await edge.open(*rows)
-    assert isinstance(await read(call, rows), Accepted)
-    failure = await read(call, rows)
-    assert isinstance(failure, RowFailed)
-    assert (failure.row, failure.reason, failure.retryable) == (0, RowFailure.CONTEXT_EXCEEDED, True)
+    failure = await row_failure(edge, row(num_tokens=257))
+    assert (failure.reason, failure.retryable) == (RowFailure.CONTEXT_EXCEEDED, True)
     assert failure.message == "257 tokens exceed the 256 that this prefill service takes"
     error = error_for_row_failure(failure.reason, failure.message)
     assert isinstance(error, ContextExceeded) and error.field == "prompt"
-    assert await bounded(call.read()) is grpc.aio.EOF
-    assert edge.prefill.commands.all() == []
 
 
 @pytest.mark.parametrize("message", INVALID_ROWS)
 async def test_an_invalid_row_fails_for_good_and_the_call_ends_without_the_engine(edge: Edge, message: str) -> None:
-    rows = (INVALID_ROWS[message],)
-    call = await edge.open(*rows)
-    assert isinstance(await read(call, rows), Accepted)
-    failure = await read(call, rows)
-    assert isinstance(failure, RowFailed)
-    assert (failure.row, failure.reason, failure.retryable) == (0, RowFailure.INVALID_ROW, False)
+    failure = await row_failure(edge, INVALID_ROWS[message])
+    assert (failure.reason, failure.retryable) == (RowFailure.INVALID_ROW, False)
     assert failure.message.startswith(message)
-    assert await bounded(call.read()) is grpc.aio.EOF
-    assert edge.prefill.commands.all() == []
 
 
 async def test_rows_beside_an_invalid_one_keep_their_numbers(edge: Edge) -> None:
@@ -300,7 +294,7 @@ async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
 
     named = [constrained(text) for text in ("bad", "late", "never", "good")]
     rows = (row("free"), *named, limited(None), limited(3))
-    async with serve(HandoffLimits(matcher_timeout_s=0.05), new_matcher=new_matcher) as edge:
+    async with serve(HandoffLimits(matcher_timeout_s=0.5), new_matcher=new_matcher) as edge:
         call = await edge.open(*rows)
         (opened,) = await asyncio.to_thread(edge.prefill.opened)
         assert opened.rows == rows
@@ -435,11 +429,8 @@ async def test_a_broken_later_command_fails_its_call_and_closes_it(edge: Edge, c
     call = await edge.open()
     engine_call = await edge.opened()
     await call.write(command)
-    status = await status_of(call)
-    info = error_info(status)
-    assert status.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert info is not None
-    assert info.metadata["field"] == field
+    code, info = await refusal(call)
+    assert (code, info.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
     await edge.closed(engine_call)
     await edge.still_serves()
 

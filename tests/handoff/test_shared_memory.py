@@ -41,6 +41,8 @@ from tests.handoff.scripted_prefill import RecordingDecode, ScriptedPrefill
 from tests.support.running_pair import wait_until
 from tests.wire.strategies import VOCAB_SIZE
 
+CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+
 
 class Pair(GrpcHome):
     """Both edges between scripted engines. The test fills the pool, and the decode side releases nothing by itself."""
@@ -80,6 +82,11 @@ def pair() -> Iterator[Pair]:
     pair = Pair()
     yield pair
     pair.close()
+
+
+@pytest.fixture
+def mapped(pair: Pair) -> MappedPool:
+    return MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
 
 
 def number(segment: KvSegment) -> int:
@@ -195,17 +202,15 @@ def test_giving_back_what_was_not_lent_ends_the_call(pair: Pair) -> None:
     pair.prefill.closed(call)
 
 
-def test_a_ticket_that_leads_nowhere_breaks_the_protocol(pair: Pair) -> None:
-    codec = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
+def test_a_ticket_that_leads_nowhere_breaks_the_protocol(pair: Pair, mapped: MappedPool) -> None:
     frame = pair.lent.lend(segment(0, 0))
-    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
-    data = codec.encode(frame)
+    data = CODEC.encode(frame)
     assert len(data) < 100, "slots that follow each other are a range"
-    decoded = codec.decode(data, (row(),), mapped)
+    decoded = CODEC.decode(data, (row(),), mapped)
     assert isinstance(decoded, KvSegment) and isinstance(decoded.shared, SharedKv)
     assert read(decoded.shared) == segment(0, 0).payload
     with pytest.raises(ProtocolError, match=r"kv_segment\.ticket: is into memory that cannot be read"):
-        codec.decode(data, (row(),))
+        CODEC.decode(data, (row(),))
 
 
 @pytest.mark.parametrize(
@@ -219,24 +224,22 @@ def test_a_ticket_that_leads_nowhere_breaks_the_protocol(pair: Pair) -> None:
         ([2**32 - 1], [SEGMENT_TOKENS], "is of slots that target does not have in the pool"),
     ],
 )
-def test_a_ticket_is_checked_field_by_field(pair: Pair, starts: list[int], lengths: list[int], match: str) -> None:
-    codec = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
-    frame = prefill_pb2.HandoffFrame.FromString(codec.encode(pair.lent.lend(segment(0, 0))))
+def test_a_ticket_is_checked_field_by_field(
+    pair: Pair, mapped: MappedPool, starts: list[int], lengths: list[int], match: str
+) -> None:
+    frame = prefill_pb2.HandoffFrame.FromString(CODEC.encode(pair.lent.lend(segment(0, 0))))
     ticket = frame.kv_segment.ticket
     ticket.run_starts[:], ticket.run_lengths[:] = starts, lengths
-    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
     with pytest.raises(ProtocolError, match=match):
-        codec.decode(seal(frame), (row(),), mapped)
+        CODEC.decode(seal(frame), (row(),), mapped)
 
 
-def test_a_damaged_ticket_is_seen_by_the_checksum(pair: Pair) -> None:
-    codec = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
-    sent = codec.encode(pair.lent.lend(segment(0, 0)))
-    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
+def test_a_damaged_ticket_is_seen_by_the_checksum(pair: Pair, mapped: MappedPool) -> None:
+    sent = CODEC.encode(pair.lent.lend(segment(0, 0)))
     for position in range(len(sent)):
         damaged = sent[:position] + bytes([sent[position] ^ 1]) + sent[position + 1 :]
         with pytest.raises(ProtocolError, match="crc32c: does not match"):
-            codec.decode(damaged, (row(),), mapped)
+            CODEC.decode(damaged, (row(),), mapped)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +249,13 @@ def test_a_damaged_ticket_is_seen_by_the_checksum(pair: Pair) -> None:
         (MAX_LENT_BYTES // TARGET.token_bytes + 1, f"is of {MAX_LENT_BYTES + TARGET.token_bytes} bytes, over"),
     ],
 )
-def test_a_ticket_is_of_no_more_than_a_segment_may_lend(pair: Pair, num_tokens: int, match: str) -> None:
-    codec = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
-    frame = prefill_pb2.HandoffFrame.FromString(codec.encode(pair.lent.lend(segment(0, 0))))
+def test_a_ticket_is_of_no_more_than_a_segment_may_lend(
+    pair: Pair, mapped: MappedPool, num_tokens: int, match: str
+) -> None:
+    frame = prefill_pb2.HandoffFrame.FromString(CODEC.encode(pair.lent.lend(segment(0, 0))))
     frame.kv_segment.num_tokens, frame.kv_segment.ticket.run_lengths[:] = num_tokens, [num_tokens]
-    mapped = MappedPool(pair.lent.pool.name, groups=FINGERPRINT.layer_groups)
     with pytest.raises(ProtocolError, match=match):
-        codec.decode(seal(frame), (row(num_tokens=num_tokens),), mapped)
+        CODEC.decode(seal(frame), (row(num_tokens=num_tokens),), mapped)
 
 
 def test_the_commands_that_end_loans_are_checked_like_all_others() -> None:
