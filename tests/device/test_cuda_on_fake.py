@@ -66,6 +66,19 @@ class IdleEngine:
         self._cuda.ask("close")
 
 
+def begun(
+    engine: IdleEngine, *, on_death: Callable[[BaseException], object] = print, **options: Any
+) -> EngineThread[str]:
+    """Starts a thread of the engine, which then steps."""
+    inbox: EngineInbox[str] = EngineInbox()
+    thread = EngineThread(
+        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=on_death, name="engine", **options
+    )
+    thread.start()
+    inbox.post("go")
+    return thread
+
+
 # ---- the current device -----------------------------------------------------------------------------------------
 
 
@@ -76,17 +89,7 @@ def test_the_thread_that_opens_a_device_has_entered_it(cuda: FakeCuda) -> None:
 
 def test_the_engines_thread_enters_its_device_before_it_steps(cuda: FakeCuda) -> None:
     engine, device = IdleEngine(cuda), CudaDeviceOnFake(cuda, 2)
-    inbox: EngineInbox[str] = EngineInbox()
-    thread = EngineThread(
-        inbox=inbox,
-        engine=engine,
-        deliver=lambda events: None,
-        on_death=print,
-        name="engine",
-        enter=device.enter_thread,
-    )
-    thread.start()
-    inbox.post("go")
+    thread = begun(engine, enter=device.enter_thread)
     assert engine.has_stepped.wait(BOUND_S)
     assert thread.stop(BOUND_S)
     assert {index for _, index in cuda.asked} == {2}
@@ -298,13 +301,8 @@ def test_an_engine_that_ends_by_a_lost_device_says_so(cuda: FakeCuda) -> None:
     engine, device = IdleEngine(cuda), CudaDeviceOnFake(cuda)
     engine.fails = True
     has_died = threading.Event()
-    inbox: EngineInbox[str] = EngineInbox()
-    thread = EngineThread(
-        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: has_died.set(), name="engine"
-    )
+    thread = begun(engine, on_death=lambda error: has_died.set())
     watchdog = Watchdog(engine=thread, device=device, num_layers_begun=lambda: 0, stall_timeout_s=60.0)
-    thread.start()
-    inbox.post("go")
     assert has_died.wait(BOUND_S)
     watchdog.look()
     assert str(watchdog.lost) == "the engine died: DeviceLost: the device faulted"

@@ -65,10 +65,12 @@ def mapped_from(directory: Path, name: str) -> MappedPool:
 
 
 def test_what_the_pool_holds_the_reader_finds_by_its_ticket(shared_pool: SharedPool, tmp_path: Path) -> None:
-    pool = kv_pool(shared_pool)
+    pool, own = kv_pool(shared_pool), kv_pool(None)
     lease = pool.reserve(5)
     assert lease is not None
     for name, group in pool.groups.items():
+        assert pool.buffers[name].dtype == own.buffers[name].dtype
+        assert torch.equal(pool.buffers[name], own.buffers[name]), "it begins like any other pool: with zeros"
         values = torch.randn(group.num_layers, 2, 5, group.num_heads, group.head_dim).to(pool.buffers[name].dtype)
         pool.buffers[name][:, :, torch.tensor(lease.slots)] = values
         layers = slice(group.num_layers - 1, group.num_layers)
@@ -80,29 +82,19 @@ def test_what_the_pool_holds_the_reader_finds_by_its_ticket(shared_pool: SharedP
         assert torch.equal(found.view(1, 2, 3, group.num_heads, group.head_dim), values[layers, :, 1:4])
 
 
-def test_such_a_pool_is_like_any_other(shared_pool: SharedPool) -> None:
-    shared, own = kv_pool(shared_pool), kv_pool(None)
-    for name, buffer in own.buffers.items():
-        assert shared.buffers[name].shape == buffer.shape and shared.buffers[name].dtype == buffer.dtype
-        assert torch.equal(shared.buffers[name], buffer), "zeros"
-
-
-def test_only_who_has_mapped_it_knows_its_secret(shared_pool: SharedPool, tmp_path: Path) -> None:
-    assert mapped_from(tmp_path, shared_pool.name).secret == shared_pool.secret
-    assert shared_pool.secret.hex() not in shared_pool.name
-
-
-def test_the_reader_cannot_write(shared_pool: SharedPool, tmp_path: Path) -> None:
-    ticket = shared_pool.lend("target", slice(0, 3), [1]).ticket
-    read = mapped_from(tmp_path, shared_pool.name).read("target", slice(0, 3), ticket)
+def test_only_this_user_s_readers_map_it_and_nobody_changes_what_they_map(
+    shared_pool: SharedPool, tmp_path: Path
+) -> None:
+    assert stat.S_IMODE((tmp_path / shared_pool.name).stat().st_mode) == 0o600
+    mapped = mapped_from(tmp_path, shared_pool.name)
+    assert mapped.secret == shared_pool.secret and shared_pool.secret.hex() not in shared_pool.name
+    read = mapped.read("target", slice(0, 3), shared_pool.lend("target", slice(0, 3), [1]).ticket)
     assert read is not None
     for array in (read.layers, read.stamps):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
-
-
-def test_nobody_else_may_ask_for_it(shared_pool: SharedPool, tmp_path: Path) -> None:
-    assert stat.S_IMODE((tmp_path / shared_pool.name).stat().st_mode) == 0o600
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared_pool.file, 0)
 
 
 @pytest.mark.parametrize("reused", [1, 3])
@@ -216,11 +208,6 @@ def test_memory_that_may_vanish_under_its_reader_is_not_mapped(
     os.close(file)
 
 
-def test_the_writer_cannot_make_it_smaller_once_it_is_lent(shared_pool: SharedPool) -> None:
-    with pytest.raises(PermissionError):
-        os.ftruncate(shared_pool.file, 0)
-
-
 @pytest.mark.parametrize("answer", [lambda peer: None, lambda peer: peer.send(b"\0")], ids=["nothing", "no memory"])
 def test_an_answer_without_memory_is_a_refusal(tmp_path: Path, answer: Callable[[socket.socket], object]) -> None:
     name = "baton-kv-" + "1" * 32
@@ -288,17 +275,12 @@ def test_it_asks_for_room_before_it_takes_any(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room_for_it_is_an_error_at_once_and_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
-        SharedPool(groups=GROUPS, num_slots=1 << 50, directory=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_is_not_there_is_an_error_and_holds_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_slots", "place"), [(1 << 50, "."), (NUM_SLOTS, "missing")], ids=["room", "directory"])
+def test_where_there_is_none_it_is_an_error_that_leaves_nothing(num_slots: int, place: str, tmp_path: Path) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError):
-        SharedPool(groups=GROUPS, num_slots=NUM_SLOTS, directory=tmp_path / "missing")
-    assert len(os.listdir("/proc/self/fd")) == num_open
+        SharedPool(groups=GROUPS, num_slots=num_slots, directory=tmp_path / place)
+    assert len(os.listdir("/proc/self/fd")) == num_open and not list(tmp_path.iterdir())
 
 
 def test_a_directory_whose_path_is_longer_than_a_sockets_may_be_will_do(tmp_path: Path) -> None:
