@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
@@ -14,6 +13,9 @@ from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import Abort
+from decode_service.schedule.scheduler import DecodeEngine
+from prefill_service.schedule.scheduler import PrefillEngine
+from tests.support.drafted import Drafted
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 
 LONG_PROMPT = [20 + token % 200 for token in range(7, 7 + 3 * 160, 3)]
@@ -38,21 +40,13 @@ def is_transferring(pair: InProcessPair) -> bool:
     return (pair.decode.load().rows.transferring, pair.prefill.load().rows.transferring) == (1, 1)
 
 
-def step_decode_until_empty(pair: InProcessPair, *, at_most: int) -> None:
-    """Steps decode until it holds nothing. Raises AssertionError after more than `at_most` forwards."""
-    num_steps = pair.decode.load().num_steps
+def step_until_empty(pair: InProcessPair, engine: DecodeEngine | PrefillEngine, *, at_most: int = 0) -> None:
+    """Steps until the engine holds nothing. Raises AssertionError after more than `at_most` forwards."""
+    num_steps = engine.load().num_steps
     pair.step_decode()
-    pair.run(until=lambda: is_empty(pair.decode.load()) or pair.decode.load().num_steps > num_steps + at_most)
-    assert is_empty(pair.decode.load()), "still held after the step in flight"
-    assert pair.decode.load().num_steps <= num_steps + at_most
-
-
-def step_prefill_until_empty(pair: InProcessPair, *, at_most: int) -> None:
-    """Steps until prefill holds nothing. Raises AssertionError after more than `at_most` finished forwards."""
-    num_steps = pair.prefill.load().num_steps
-    pair.run(until=lambda: is_empty(pair.prefill.load()) or pair.prefill.load().num_steps > num_steps + at_most)
-    assert is_empty(pair.prefill.load()), "still held after the forwards in flight"
-    assert pair.prefill.load().num_steps <= num_steps + at_most
+    pair.run(until=lambda: is_empty(engine.load()) or engine.load().num_steps > num_steps + at_most)
+    assert is_empty(engine.load()), "still held after the forwards in flight"
+    assert engine.load().num_steps <= num_steps + at_most
 
 
 # ---- one request, in each phase -------------------------------------------------------------------------------------
@@ -99,8 +93,8 @@ def test_abort_between_chunks(overlap: bool, make_pair: MakePair, tiny_target: T
     pair.run(until=lambda: pair.prefill.load().num_steps >= 2)
     assert pair.prefill.load().num_running == 1, "chunks are left"
     pair.abort("left")
-    step_decode_until_empty(pair, at_most=0)
-    step_prefill_until_empty(pair, at_most=2 if overlap else 1)
+    step_until_empty(pair, pair.decode)
+    step_until_empty(pair, pair.prefill, at_most=2 if overlap else 1)
     assert pair.prefill.load().num_steps < len(LONG_PROMPT) // 16 - 1, "the remaining chunks were not computed"
 
 
@@ -109,8 +103,8 @@ def test_abort_while_transferring(make_pair: MakePair, tiny_target: Tiny) -> Non
     pair.submit("left", LONG_PROMPT, SAMPLING)
     pair.run(until=lambda: is_transferring(pair))
     pair.abort("left")
-    step_decode_until_empty(pair, at_most=0)
-    step_prefill_until_empty(pair, at_most=0)
+    step_until_empty(pair, pair.decode)
+    step_until_empty(pair, pair.prefill)
     pair.settle()  # the segment that was being copied also gives its part of the send budget back
     assert pair.decode_steps == []
 
@@ -123,7 +117,7 @@ def test_abort_of_what_landed_and_did_not_run_yet(make_pair: MakePair, tiny_targ
     while not is_empty(pair.prefill.load()):
         pair.step_prefill()
     pair.abort("left")  # after the row's last frame
-    step_decode_until_empty(pair, at_most=0)
+    step_until_empty(pair, pair.decode)
     assert pair.decode_steps == []
 
 
@@ -162,57 +156,15 @@ def test_an_unknown_or_ended_request_cannot_be_aborted(make_pair: MakePair, tiny
     assert len(outcome.token_ids) == SAMPLING.max_tokens
 
 
-# ---- other requests -------------------------------------------------------------------------------------------------
-
-PHASES: dict[str, Callable[[InProcessPair], bool]] = {
-    "prefilling": lambda pair: pair.prefill.load().num_running > 0,
-    "transferring": lambda pair: pair.decode.load().rows.transferring > 0 and pair.prefill.load().rows.transferring > 0,
-    "decoding": lambda pair: len(pair.outcomes["left"].token_ids) >= 2,
-}
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_other_requests_keep_their_tokens(phase: str, make_pair: MakePair, tiny_target: Tiny) -> None:
-    """The freed row and slots are reused at once, so a late write to them would show in the other requests' tokens."""
-
-    def submit_others(pair: InProcessPair, names: str) -> None:
-        for number, name in enumerate(names):
-            prompt = LONG_PROMPT[number : 20 + 13 * number]
-            pair.submit(name, prompt, ResolvedSampling(seed=ord(name), max_tokens=24))
-
-    undisturbed = make_pair(tiny_target("llama"), PairOptions())
-    submit_others(undisturbed, "abcd")
-    undisturbed.run()
-
-    narrow = PairOptions(
-        decode_rows=3, decode_tokens=420, prefill_rows=3, prefill_tokens=420, chunk_tokens=16, max_batch_tokens=48,
-        max_segment_bytes=2048, send_budget_bytes=4096, receive_budget_bytes=4096,
-    )  # fmt: skip
-    pair = make_pair(tiny_target("llama"), narrow)
-    pair.submit("left", LONG_PROMPT, SAMPLING)
-    submit_others(pair, "abcd")
-    pair.run(until=lambda: PHASES[phase](pair))
-    pair.abort("left")
-    pair.run()
-    for name, outcome in pair.outcomes.items():
-        assert outcome.token_ids == undisturbed.outcomes[name].token_ids, name
-
-
 # ---- a storm --------------------------------------------------------------------------------------------------------
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = 90
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    prompt: list[int]
-    sampling: ResolvedSampling
-
-
-def arrivals() -> dict[str, Arrival]:
+def arrivals() -> dict[str, tuple[list[int], ResolvedSampling]]:
     numbers = random.Random(29)
     return {
-        str(number): Arrival(
+        str(number): (
             [numbers.randrange(4, 60) for _ in range(numbers.randrange(1, 40))],
             ResolvedSampling(seed=number, max_tokens=numbers.randrange(1, 20)),
         )
@@ -221,16 +173,17 @@ def arrivals() -> dict[str, Arrival]:
 
 
 def test_a_storm_of_aborts_leaves_everything_free_and_the_survivors_exact(
-    make_pair: MakePair, last_token_target: TargetModel
+    make_pair: MakePair, leaning: Drafted
 ) -> None:
-    undisturbed = make_pair(last_token_target, PairOptions(context_tokens=64))
-    for name, arrival in arrivals().items():
-        undisturbed.submit(name, arrival.prompt, arrival.sampling)
+    """Freed rows and slots are reused at once, so a late write to them would show in other requests' tokens."""
+    undisturbed = make_pair(leaning.target, PairOptions(context_tokens=64))
+    for name, (prompt, sampling) in arrivals().items():
+        undisturbed.submit(name, prompt, sampling)
     undisturbed.run()
 
     numbers = random.Random(31)
     pair = make_pair(
-        last_token_target,
+        leaning.target,
         PairOptions(
             context_tokens=64,
             decode_rows=12,
@@ -247,8 +200,8 @@ def test_a_storm_of_aborts_leaves_everything_free_and_the_survivors_exact(
     doomed = {name for name in arrivals() if numbers.random() < 0.5}
     leaves_after: dict[str, int] = {}
     num_aborted = 0
-    for name, arrival in arrivals().items():
-        pair.submit(name, arrival.prompt, arrival.sampling)
+    for name, (prompt, sampling) in arrivals().items():
+        pair.submit(name, prompt, sampling)
         if name in doomed:
             leaves_after[name] = numbers.randrange(60)
         for _ in range(numbers.randrange(4)):
@@ -261,7 +214,7 @@ def test_a_storm_of_aborts_leaves_everything_free_and_the_survivors_exact(
     pair.run()
     pair.settle()
     assert is_empty(pair.decode.load()) and is_empty(pair.prefill.load())
-    assert num_aborted > 50
+    assert num_aborted > 20
     assert len(pair.outcomes) >= NUM_REQUESTS - len(doomed)
     for name, outcome in pair.outcomes.items():
         assert outcome.error is None
