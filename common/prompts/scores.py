@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.device.stream import Device
 
-_MAX_LOGITS_BYTES = 64 << 20
+MAX_LOGITS_BYTES = 64 << 20
 """The most bytes of float32 logits for the prompt tokens of one forward. All that is computed from them takes less than
 twice as much again, so that prompts with log-probabilities need at most 192 MiB more than others.
 """
@@ -19,7 +19,7 @@ _MAX_SCORED_TOKENS = 4096
 
 def max_scored_tokens(vocab_size: int) -> int:
     """Returns for how many prompt tokens one forward may compute log-probabilities."""
-    return max(1, min(_MAX_LOGITS_BYTES // (4 * vocab_size), _MAX_SCORED_TOKENS))
+    return max(1, min(MAX_LOGITS_BYTES // (4 * vocab_size), _MAX_SCORED_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)

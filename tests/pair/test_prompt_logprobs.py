@@ -80,18 +80,21 @@ def test_they_are_those_of_transformers_beside_prompts_without(
     if options.prefill_fallback:
         pair.replicas[0].lose()
         pair.step_decode()
-    prompts = {name: PROMPT[start:] for start, name in enumerate(("a", "b", "c", "d"))}
-    scored = {"a": NUM_TOP, "b": 0, "d": 7}
+    shaped = replace(
+        PLAIN, temperature=1.7, top_k=5, repetition_penalty=1.5, presence_penalty=1.0, logit_bias=((PROMPT[5], 50.0),)
+    )
+    samplings = {"a": PLAIN, "b": PLAIN, "c": PLAIN, "d": PLAIN, "shaped": shaped}
+    prompts = {name: PROMPT[start:] for start, name in enumerate(samplings)}
+    scored = {"a": NUM_TOP, "b": 0, "d": 7, "shaped": NUM_TOP}
+    others = make_pair(tiny_target("llama"))
     for name, prompt in prompts.items():
-        pair.submit(name, prompt, replace(PLAIN, num_prompt_logprobs=scored.get(name)))
+        pair.submit(name, prompt, replace(samplings[name], num_prompt_logprobs=scored.get(name)))
+        others.submit(name, prompt, samplings[name])
     pair.run()
+    others.run()
     for name, num_top in scored.items():
         assert_those_of_transformers(pair.outcomes[name], tiny_model_dir("llama"), prompts[name], num_top=num_top)
     assert pair.outcomes["c"].prompt_logprobs == []
-    others = make_pair(tiny_target("llama"))
-    for name, prompt in prompts.items():
-        assert others.submit(name, prompt, PLAIN).finished is None
-    others.run()
     for name in prompts:
         assert pair.outcomes[name].token_ids == others.outcomes[name].token_ids, "the output is the same"
 
@@ -109,18 +112,6 @@ def test_a_draft_head_changes_nothing(
     for outcome in (outcomes[0], outcomes[2]):
         assert_those_of_transformers(outcome, drafted.directory, prompt, num_top=NUM_TOP)
     assert outcomes[0].token_ids == outcomes[1].token_ids != []
-
-
-def test_what_changes_the_draws_does_not_change_them(
-    make_pair: MakePair, tiny_target: Tiny, tiny_model_dir: TinyDir
-) -> None:
-    pair = make_pair(tiny_target("llama"), CHUNKS)
-    shaped = replace(
-        SCORED, temperature=1.7, top_k=5, repetition_penalty=1.5, presence_penalty=1.0, logit_bias=((PROMPT[5], 50.0),)
-    )
-    outcome = pair.submit("shaped", PROMPT, shaped)
-    pair.run()
-    assert_those_of_transformers(outcome, tiny_model_dir("llama"), PROMPT, num_top=NUM_TOP)
 
 
 @pytest.mark.parametrize("options", [CHUNKS, LOCAL], ids=["handed over", "computed in decode"])
@@ -176,7 +167,7 @@ def test_logits_are_bounded_and_the_values_the_same(
     make_pair: MakePair, tiny_target: Tiny, tiny_model_dir: TinyDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target("llama")
-    monkeypatch.setattr(scores, "_MAX_LOGITS_BYTES", 4 * target.vocab_size * 10)
+    monkeypatch.setattr(scores, "MAX_LOGITS_BYTES", 4 * target.vocab_size * 10)
     pair = make_pair(target, PairOptions(chunk_tokens=512, max_batch_tokens=512))
     num_scored: list[int] = []
 
