@@ -164,6 +164,7 @@ def check_nothing_compiles(
         pair.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replays_forwards", [True, False], ids=["graphs", "no-graphs"])
 @pytest.mark.parametrize(
     ("head", "shape", "adapts_depth"),

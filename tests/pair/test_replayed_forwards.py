@@ -38,8 +38,10 @@ BOUND_S = 20.0
 CASES = [
     ("guessing", None, 1),  # the target
     ("guessing", "chain-4", 2 + 1 + 2),  # verify with and without drafts; drafting; draft-extend likewise
-    ("guessing", "tree-4x3-15", 2 + 2 + 2),  # as above, drafting level by level
-    ("guessing_layers", "chain-5", 2 + 2 * 5),  # all drafts come from draft-extend, layer by layer
+    # as above, drafting level by level
+    pytest.param("guessing", "tree-4x3-15", 2 + 2 + 2, marks=pytest.mark.thorough),
+    # all drafts come from draft-extend, layer by layer
+    pytest.param("guessing_layers", "chain-5", 2 + 2 * 5, marks=pytest.mark.thorough),
 ]
 
 

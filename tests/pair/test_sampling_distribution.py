@@ -22,6 +22,8 @@ from tests.support.goodness_of_fit import chi_square_p_value
 from tests.support.models import SMALL_VOCAB_SIZE, next_token_logits
 from tests.support.pair import InProcessPair, MakePair, PairOptions, pairs_that_keep_all
 
+pytestmark = pytest.mark.thorough
+
 NUM_REQUESTS = 320
 NEW_TOKENS = 40
 NUM_FIRST_TOKENS = 1600
@@ -138,9 +140,7 @@ WIDE = PairOptions(
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "top_p" else pytest.mark.thorough) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_follow_the_exact_distribution(
     name: str, make_pair: MakePair, last_token_target: TargetModel, logits: Matrix
 ) -> None:
@@ -153,7 +153,6 @@ def test_tokens_follow_the_exact_distribution(
     assert p_value(later, exact) > FALSE_ALARM, "decode tokens"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_test_tells_a_setting_from_no_setting(
     name: str, make_pair: MakePair, last_token_target: TargetModel, logits: Matrix
@@ -182,7 +181,6 @@ def check_tokens_follow_the_exact_distribution_with_drafts(
     assert p > FALSE_ALARM, "the tokens follow another distribution"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "name"), SPECULATING)
 def test_tokens_follow_the_exact_distribution_with_drafts(
     shape: str, name: str, erring: Drafted, logits: Matrix
@@ -190,7 +188,6 @@ def test_tokens_follow_the_exact_distribution_with_drafts(
     check_tokens_follow_the_exact_distribution_with_drafts(erring, shape, name, logits)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mutant", "shape"),
     [

@@ -125,7 +125,7 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind
     assert num_behind or num_several > NUM_REQUESTS, f"only {num_several} of {num_compared} steps accepted drafts"
 
 
-@pytest.mark.parametrize("shape", ["chain-3", "tree-4x3-15"])
+@pytest.mark.parametrize("shape", ["chain-3", pytest.param("tree-4x3-15", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "num_behind",
     [0, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, SpecInfo.chain(1).max_draft_lag + 1))],
