@@ -359,6 +359,12 @@ class ScriptedEngine:
         assert_conserved(self.engine.load())
         return events
 
+    def step_and_hand_over(self) -> None:
+        """Steps, and delivers every handoff that the engine asks for."""
+        self.step()
+        for request_id in list(self.handoffs):
+            self.hand_over(request_id)
+
     def start(self, *request_ids: str) -> None:
         """Steps until these requests run and one of their forwards is launched. No part of that forward has run when
         this returns.
@@ -379,9 +385,7 @@ class ScriptedEngine:
             if self._is_over():
                 self.engine.pool.check_conservation()
                 return
-            self.step()
-            for request_id in list(self.handoffs):
-                self.hand_over(request_id)
+            self.step_and_hand_over()
             advance(self.device)
         raise AssertionError(f"not over after {max_steps} steps: {self.engine.load()}")
 

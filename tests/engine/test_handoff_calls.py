@@ -135,9 +135,7 @@ def test_a_retracted_request_waits_too_where_one_that_takes_it_may_come() -> Non
     engine.submit("older", SHORT, 40)
     younger = engine.submit("younger", SHORT, 40)
     while not engine.engine.load().num_retractions:
-        engine.step()
-        for name in list(engine.handoffs):
-            engine.hand_over(name)
+        engine.step_and_hand_over()
         engine.landing.run_all()
     engine.post(ReplicasChanged((SMALL,), others_may_come=True))
     for _ in range(3):

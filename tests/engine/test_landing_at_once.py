@@ -48,15 +48,11 @@ def running_beside_a_queue(
     scripted = ScriptedEngine(device=device, max_rows=8, max_kv_tokens=400, spec_info=spec_info)
     scripted.submit("runs", [1, 2, 3], 30)
     while not scripted.engine.load().num_running:
-        scripted.step()
-        for request_id in list(scripted.handoffs):
-            scripted.hand_over(request_id)
+        scripted.step_and_hand_over()
         device.run_all()
     for number in range(NUM_REQUESTS):
         scripted.submit(str(number), [number + 4, 9, 8, 7], 5)
-    scripted.step()
-    for request_id in list(scripted.handoffs):
-        scripted.hand_over(request_id)
+    scripted.step_and_hand_over()
     if on_host_call is not run_nothing:
         device.run_all()
     device.on_host_call = on_host_call

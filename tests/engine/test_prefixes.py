@@ -391,21 +391,12 @@ def check_a_source_that_leaves_is_waited_for_no_longer() -> None:
     """The request that was to bring the KV is aborted, refused, lost or fails. One of those that waited for it takes
     its place, and the others wait for that one.
     """
-
-    def lose(scripted: ScriptedEngine) -> None:
-        scripted.post(CallEnded(scripted.handoffs.pop("a").call_id, PrefillUnavailable("killed")))
-
-    def refuse(scripted: ScriptedEngine) -> None:
-        scripted.refuse("a", RowFailure.CAPACITY)
-
-    def fail(scripted: ScriptedEngine) -> None:
-        scripted.refuse("a", RowFailure.COMPUTE, retryable=False)
-
+    killed = PrefillUnavailable("killed")
     leaves: dict[str, Callable[[ScriptedEngine], None]] = {
         "aborted": lambda scripted: scripted.abort("a"),
-        "lost": lose,
-        "refused": refuse,
-        "failed": fail,
+        "lost": lambda scripted: scripted.post(CallEnded(scripted.handoffs.pop("a").call_id, killed)),
+        "refused": lambda scripted: scripted.refuse("a", RowFailure.CAPACITY),
+        "failed": lambda scripted: scripted.refuse("a", RowFailure.COMPUTE, retryable=False),
     }
     for name, leave in leaves.items():
         scripted = ScriptedEngine(clock=lambda: 0.0)

@@ -75,9 +75,7 @@ def check_rows_and_slots_are_conserved() -> None:
         scripted.submit(str(arrival), [arrival + 1] * numbers.randint(1, 6), numbers.randint(1, 9))
         if arrival % 3 == 0:
             scripted.abort(str(numbers.randint(0, arrival)))
-        scripted.step()
-        for request_id in list(scripted.handoffs):
-            scripted.hand_over(request_id)
+        scripted.step_and_hand_over()
         if arrival % 2:
             scripted.landing.run_all()
     scripted.run()

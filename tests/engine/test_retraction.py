@@ -62,9 +62,7 @@ def tokens_of_the_step_that_carries_it(*, speculates: bool) -> list[int]:
     scripted, younger = two_that_do_not_fit(speculates=speculates)
     while not scripted.engine.load().num_retractions:
         num_before = len(younger.token_ids)
-        scripted.step()
-        for name in list(scripted.handoffs):
-            scripted.hand_over(name)
+        scripted.step_and_hand_over()
         scripted.landing.run_all()
     given = younger.token_ids[num_before:]
     scripted.run()

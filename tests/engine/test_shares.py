@@ -25,9 +25,7 @@ class Contest:
         for _ in range(num_steps):
             for client in clients:
                 self._keep_two_waiting(client)
-            self.scripted.step()
-            for name in list(self.scripted.handoffs):
-                self.scripted.hand_over(name)
+            self.scripted.step_and_hand_over()
             self.scripted.landing.run_all()
         return self._tokens() - before
 
