@@ -190,7 +190,10 @@ def test_speculation_launches_nothing_that_is_not_compiled(
     check_nothing_compiles(load, PairOptions(decode_rows=7, **options))
 
 
-@pytest.mark.parametrize("replays_forwards", [True, False], ids=["graphs", "no-graphs"])
+@pytest.mark.parametrize(
+    "replays_forwards",
+    [pytest.param(True, id="graphs"), pytest.param(False, id="no-graphs", marks=pytest.mark.thorough)],
+)
 def test_plain_decoding_launches_nothing_that_is_not_compiled(
     replays_forwards: bool, tiny_model_dir: Callable[[str], Path]
 ) -> None:
