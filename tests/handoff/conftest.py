@@ -7,8 +7,15 @@ from collections.abc import Callable, Iterator
 import pytest
 from structlog.testing import capture_logs
 
+from common.kv import shared_pool
 from tests.handoff.homes import NixlPeers
 from tests.handoff.nixl_pair import Pair, peers_over_tcp
+from tests.handoff.scripted_prefill import BOUND_S
+
+
+@pytest.fixture(autouse=True)
+def pools_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_pool, "_ANSWER_TIMEOUT_S", BOUND_S)
 
 
 @pytest.fixture(scope="module")

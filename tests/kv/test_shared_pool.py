@@ -35,6 +35,11 @@ NUM_SLOTS = 20
 BOUND_S = 30.0
 
 
+@pytest.fixture(autouse=True)
+def pools_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_pool_module, "_ANSWER_TIMEOUT_S", BOUND_S)
+
+
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """A short temporary path, because a socket's path may have at most 107 bytes."""
