@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost, PieceFailed
@@ -294,9 +295,9 @@ def test_a_device_that_is_lost_meanwhile_ends_the_engine(make_rig: Callable[...,
     rig = make_rig()
     rig.device.on_host_call = ScriptedDevice.run_all
 
-    def lose() -> None:
+    def lose(*_: object) -> Tensor:
         raise DeviceLost("the device faulted")
 
-    rig.engine._sender.start_copies = lose  # type: ignore[method-assign]
+    rig.device.host_buffer = lose  # type: ignore[method-assign]
     with pytest.raises((DeviceLost, PieceFailed)):
         rig.open_each("x")
