@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from baton.local_pair import LocalPair
+from tests.support.models import save_tiny_model
 from tests.support.running_pair import RunningPair, running_pair, wait_until
+
+
+@pytest.fixture(scope="session")
+def large_kv_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with much KV for its amount of computation: 4 KiB a token."""
+    return save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
 
 
 @pytest.fixture(scope="session")

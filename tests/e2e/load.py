@@ -17,7 +17,8 @@ from baton import Client, Completion, Delta
 from baton.client.event_order import CompletionBuilder
 from baton.errors import BatonError
 from baton.requests import SamplingOptions
-from tests.support.running_pair import BOUND_S, wait_until
+from baton.service_process import ServiceProcess
+from tests.support.running_pair import BOUND_S, RunningPair, wait_until
 
 LOGPROB_TOLERANCE = 1e-3
 PAUSE_AFTER_ERROR_S = 0.05
@@ -32,6 +33,7 @@ class Workload:
     prompt_tokens: int
     new_tokens: int
     num_kinds: int = 8
+    caches: bool | None = None
 
     def options(self, number: int) -> dict[str, Any]:
         number %= self.num_kinds
@@ -43,11 +45,24 @@ class Workload:
             "logprobs": 1 if number % 3 == 0 else None,
         }
         prompt = [10 + (number * 37 + place * (number + 3)) % 240 for place in range(self.prompt_tokens)]
-        return {"token_ids": prompt, "timeout_s": BOUND_S, **sampling}
+        return {"token_ids": prompt, "timeout_s": BOUND_S, "cache_prompt": self.caches, **sampling}
+
+    def complete(self, client: Client, number: int) -> Completion:
+        return client.complete(**self.options(number))
+
+    @contextmanager
+    def at_once(self, client: Client) -> Iterator[list[Future[Completion]]]:
+        """Starts a request of each kind, and yields them in the order of their numbers."""
+        with ThreadPoolExecutor(self.num_kinds) as threads:
+            yield [threads.submit(self.complete, client, number) for number in range(self.num_kinds)]
 
     def undisturbed(self, client: Client) -> list[Completion]:
-        with ThreadPoolExecutor(self.num_kinds) as threads:
-            return list(threads.map(lambda number: client.complete(**self.options(number)), range(self.num_kinds)))
+        with self.at_once(client) as asked:
+            return [each.result() for each in asked]
+
+
+def tokens(asked: Sequence[Future[Completion]]) -> list[tuple[int, ...]]:
+    return [each.result().token_ids for each in asked]
 
 
 @dataclass(slots=True)
@@ -119,6 +134,17 @@ def load(
             stop.set()
     for each in asking:
         each.result()
+
+
+def has_rows_with(pair: RunningPair, replica: int) -> bool:
+    """Returns whether rows are being handed over, some of them by this replica."""
+    load = pair.load()
+    return load.rows.transferring > 0 and load.prefill_replicas[replica].num_rows > 0
+
+
+def kill(service: ServiceProcess) -> None:
+    service.kill()
+    assert service.wait(BOUND_S)
 
 
 def follow(client: Client, options: dict[str, Any], outcomes: Outcomes) -> Completion:

@@ -1,5 +1,8 @@
-"""Tests that a head's acceptance depends neither on where it runs nor on how prompts were split: it is the same over
-gRPC as in one process.
+"""Tests of speculation through two processes: a head's acceptance depends neither on where it runs nor on how prompts
+were split, and a request may do without drafts.
+
+tests/features covers every kind of head and of drafts, and test_fingerprint_mismatch.py what both services must agree
+on before.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from tests.support.drafted import load_drafted
 from tests.support.pair import PairOptions, pairs_that_keep_all
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
+pytestmark = pytest.mark.thorough
+
 NUM_REQUESTS = 12
 NEW_TOKENS = 32
 NUM_DRAFT_TOKENS = 3
 ATTENDED_STD = 0.05
+CHUNK_SIZES = (16, 64, 512)
 PROMPTS = [
     [4 + (number * 11 + place * (number + 3)) % 56 for place in range(33 + 5 * number)]
     for number in range(NUM_REQUESTS)
@@ -48,7 +54,7 @@ def head_dir(last_token_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
     return head_dir
 
 
-@pytest.fixture(scope="module", params=[16, 64, 512])
+@pytest.fixture(scope="module", params=CHUNK_SIZES)
 def pair(
     request: pytest.FixtureRequest, last_token_model_dir: Path, head_dir: Path, forked: Callable[..., LocalPair]
 ) -> Iterator[RunningPair]:
@@ -62,7 +68,7 @@ def pair(
         yield running
 
 
-def acceptance(counts: Sequence[SpeculationCounts | SpeculationCounts | None]) -> Acceptance:
+def acceptance(counts: Sequence[SpeculationCounts | None]) -> Acceptance:
     return [(each.drafted_at, each.accepted_at) for each in counts if each is not None]
 
 
@@ -72,7 +78,7 @@ def reference(last_token_model_dir: Path, head_dir: Path) -> Acceptance:
     drafted = load_drafted(last_token_model_dir, head_dir)
     found = []
     with pairs_that_keep_all() as make_pair:
-        for chunk_tokens in (16, 64, 512):
+        for chunk_tokens in CHUNK_SIZES:
             options = PairOptions(chunk_tokens=chunk_tokens, num_draft_tokens=NUM_DRAFT_TOKENS)
             engines = make_pair(drafted.target, options, draft=drafted.head)
             for number, prompt in enumerate(PROMPTS):
@@ -98,3 +104,16 @@ def test_acceptance_by_position_is_that_of_the_same_engines_in_one_process(
     assert 0.2 * num_steps < by_position[0] < 0.8 * num_steps and by_position[2] > 5, f"{by_position} of {num_steps}"
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         assert acceptance([done.speculation for done in pool.map(complete, PROMPTS)]) == reference
+
+
+def test_a_request_may_do_without_drafts(pair: RunningPair) -> None:
+    with_drafts, without = (
+        pair.client.complete(token_ids=[9, 8, 7], max_tokens=NEW_TOKENS, temperature=0.0, speculate=speculate)
+        for speculate in (None, False)
+    )
+    assert with_drafts.token_ids == without.token_ids
+    assert with_drafts.speculation is not None and without.speculation is None
+    counts = with_drafts.speculation
+    assert counts.num_accepted_tokens == sum(counts.accepted_at)
+    assert min(counts.draft_s, counts.verify_s, counts.extend_s) > 0
+    assert "no_draft_head" not in pair.processes.decode[0].log_file.read_text()

@@ -44,7 +44,10 @@ def arguments(
     }
 
 
-@pytest.fixture(scope="module", params=FIELDS)
+@pytest.fixture(
+    scope="module",
+    params=["other-weights", *(pytest.param(each, marks=pytest.mark.thorough) for each in [*FIELDS][1:])],
+)
 def pair(
     request: pytest.FixtureRequest,
     arguments: dict[str, tuple[Arguments, Arguments]],

@@ -20,6 +20,8 @@ from tests.support.models import save_tiny_model
 from tests.support.reference import generate_greedily
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair
 
+pytestmark = pytest.mark.thorough
+
 NEW_TOKENS = 16
 CHUNK_TOKENS = 48
 CHAIN = ("--num-draft-tokens=3", "--no-adaptive-depth")

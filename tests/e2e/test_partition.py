@@ -7,18 +7,19 @@ two network namespaces, where TCP notices the silence too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from baton import Completion, errors
 from baton.local_pair import LocalPair
-from tests.e2e.load import Workload, assert_same, load
+from tests.e2e.load import Workload, assert_same, has_rows_with, load
 from tests.support.black_hole import BlackHoleProxy
-from tests.support.models import save_tiny_model
-from tests.support.running_pair import BOUND_S, RunningPair, is_empty, running_pair, wait_until
+from tests.support.running_pair import RunningPair, is_empty, running_pair, wait_until
+
+pytestmark = pytest.mark.thorough
 
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
 TIMEOUT_S = 3.0
@@ -35,12 +36,11 @@ def proxies() -> Iterator[tuple[BlackHoleProxy, ...]]:
 
 @pytest.fixture(scope="module")
 def pair(
-    tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair], proxies: Sequence[BlackHoleProxy]
+    large_kv_model: Path, forked: Callable[..., LocalPair], proxies: Sequence[BlackHoleProxy]
 ) -> Iterator[RunningPair]:
-    """A pair with much KV for its amount of computation. The KV lands one 64-KiB segment at a time."""
-    model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
+    """A pair whose KV lands one 64-KiB segment at a time."""
     with running_pair(
-        model,
+        large_kv_model,
         kind=partial(forked, through=proxies),
         num_prefill=2,
         shared_args=("--max-rows=32", "--max-kv-tokens=8192"),
@@ -73,11 +73,6 @@ def all_is_mended_at_the_end(
     for proxy in proxies:
         proxy.mend()
     wait_until(lambda: all(replica.is_ready for replica in pair.load().prefill_replicas), about=pair.load)
-
-
-def has_rows_with(pair: RunningPair, replica: int) -> bool:
-    load = pair.load()
-    return load.rows.transferring > 0 and load.prefill_replicas[replica].num_rows > 0
 
 
 def test_rows_of_a_replica_that_fell_silent_are_computed_by_the_other(
@@ -127,11 +122,7 @@ def rows_met_by_a_cut(pair: RunningPair, proxies: Sequence[BlackHoleProxy], undi
     that were being handed off when the cut began.
     """
 
-    def complete(number: int) -> Completion:
-        return pair.client.complete(**{**WORKLOAD.options(number), "timeout_s": BOUND_S})
-
-    with ThreadPoolExecutor(WORKLOAD.num_kinds) as threads:
-        asked: list[Future[Completion]] = [threads.submit(complete, n) for n in range(WORKLOAD.num_kinds)]
+    with WORKLOAD.at_once(pair.client) as asked:
         wait_until(lambda: has_rows_with(pair, 0) or all(each.done() for each in asked), about=pair.load)
         for proxy in proxies:
             proxy.cut()

@@ -5,37 +5,32 @@ with the tokens that they would have had.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
 from baton import Completion, errors
 from baton.local_pair import LocalPair
-from baton.requests import SamplingOptions
 from baton.server_info import HealthStatus, PrefillLoad
 from baton.service_process import READY_SERVICE, ServiceProcess
 from common.config.settings import DecodeSettings
 from decode_service import main as decode_main
+from tests.e2e.load import Workload, has_rows_with, kill, tokens
 from tests.support.free_ports import free_address
-from tests.support.models import save_tiny_model
-from tests.support.running_pair import BOUND_S, RunningPair, is_empty, running_pair, stopped, wait_until
+from tests.support.running_pair import RunningPair, is_empty, running_pair, stopped, wait_until
 from tests.support.services_here import serving_here
 
-NUM_REQUESTS = 16
-PROMPT_TOKENS = 300
-NEW_TOKENS = 12
-KILL_BOUND_S = 10.0
+WORKLOAD = Workload(prompt_tokens=300, new_tokens=12, num_kinds=16, caches=False)
 SILENT_TIMEOUT_S = 3
 NUM_TRIES = 5
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
-    """A pair with much KV for its amount of computation (4 KiB a token), which lands one segment at a time."""
-    model = save_tiny_model(tmp_path_factory.mktemp("large-kv"), "llama", num_hidden_layers=8, num_key_value_heads=4)
+def pair(large_kv_model: Path, forked: Callable[..., LocalPair]) -> Iterator[RunningPair]:
+    """A pair whose KV lands one segment at a time."""
     with running_pair(
-        model,
+        large_kv_model,
         kind=forked,
         num_prefill=2,
         shared_args=("--max-rows=32", "--max-kv-tokens=8192"),
@@ -55,57 +50,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., LocalPa
         yield running
 
 
-def prompt(number: int) -> list[int]:
-    return [10 + (number * 37 + place * (number + 3)) % 240 for place in range(PROMPT_TOKENS)]
-
-
-def sampling(number: int) -> SamplingOptions:
-    """Returns the sampling options of request `number`. Every other request is greedy."""
-    return {
-        "max_tokens": NEW_TOKENS,
-        "ignore_eos": True,
-        "temperature": 0.0 if number % 2 else 0.9,
-        "seed": number,
-    }
-
-
-def complete(pair: RunningPair, number: int) -> Completion:
-    return pair.client.complete(token_ids=prompt(number), timeout_s=BOUND_S, cache_prompt=False, **sampling(number))
-
-
-@contextmanager
-def requests(pair: RunningPair) -> Iterator[list[Future[Completion]]]:
-    """Starts NUM_REQUESTS requests at once, and yields them. All KV of each is computed and sent."""
-    with ThreadPoolExecutor(NUM_REQUESTS) as clients:
-        yield [clients.submit(complete, pair, number) for number in range(NUM_REQUESTS)]
-
-
-def tokens(completions: Sequence[Future[Completion]]) -> list[tuple[int, ...]]:
-    return [completion.result().token_ids for completion in completions]
-
-
 def outcome(completion: Future[Completion]) -> tuple[int, ...] | BaseException:
     error = completion.exception()
     return completion.result().token_ids if error is None else error
 
 
-def kill(service: ServiceProcess) -> None:
-    service.kill()
-    assert service.wait(KILL_BOUND_S)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(pair: RunningPair) -> list[tuple[int, ...]]:
-    with requests(pair) as completions:
-        return tokens(completions)
-
-
-def is_transferring_from(pair: RunningPair, replica: int) -> Callable[[], bool]:
-    def holds() -> bool:
-        load = pair.load()
-        return load.rows.transferring > 0 and load.prefill_replicas[replica].num_rows > 0
-
-    return holds
+    return [completion.token_ids for completion in WORKLOAD.undisturbed(pair.client)]
 
 
 def start(pair: RunningPair, services: Sequence[ServiceProcess]) -> None:
@@ -140,8 +92,8 @@ def test_requests_of_a_killed_replica_are_computed_by_the_other_and_it_is_used_a
     victim = pair.processes.prefill[0]
     for _ in tries(pair, [victim]):
         num_retries_before = pair.load().num_row_retries
-        with requests(pair) as completions:
-            wait_until(lambda: is_transferring_from(pair, 0)() or have_ended(completions), about=pair.load)
+        with WORKLOAD.at_once(pair.client) as completions:
+            wait_until(lambda: has_rows_with(pair, 0) or have_ended(completions), about=pair.load)
             kill(victim)
             assert tokens(completions) == undisturbed
         load = pair.load()
@@ -150,25 +102,26 @@ def test_requests_of_a_killed_replica_are_computed_by_the_other_and_it_is_used_a
             break
 
     with capsys.disabled():
-        print(f" [{num_interrupted} rows of {NUM_REQUESTS} interrupted]", end="")
+        print(f" [{num_interrupted} rows of {WORKLOAD.num_kinds} interrupted]", end="")
     assert num_interrupted > 0
     attempts = [completion.result().timings.num_handoff_attempts for completion in completions]
-    assert sum(attempts) == NUM_REQUESTS + num_interrupted
+    assert sum(attempts) == WORKLOAD.num_kinds + num_interrupted
     assert [replica.is_ready for replica in load.prefill_replicas] == [False, True]
 
     start(pair, [victim])
     num_steps_before = pair.prefill_load(0).num_steps
-    with requests(pair) as completions:
+    with WORKLOAD.at_once(pair.client) as completions:
         assert tokens(completions) == undisturbed
     assert pair.prefill_load(0).num_steps > num_steps_before
 
 
+@pytest.mark.thorough
 def test_while_no_prefill_is_there_decode_is_not_ready_and_requests_are_unavailable(
     pair: RunningPair, undisturbed: list[tuple[int, ...]]
 ) -> None:
     for _ in tries(pair, pair.processes.prefill):
-        with requests(pair) as completions:
-            wait_until(lambda: is_transferring_from(pair, 0)() or have_ended(completions), about=pair.load)
+        with WORKLOAD.at_once(pair.client) as completions:
+            wait_until(lambda: has_rows_with(pair, 0) or have_ended(completions), about=pair.load)
             for service in pair.processes.prefill:
                 kill(service)
             wait_until(lambda: not pair.is_ready(), about=pair.load)
@@ -182,21 +135,22 @@ def test_while_no_prefill_is_there_decode_is_not_ready_and_requests_are_unavaila
         assert isinstance(end, errors.Unavailable) or end == expected
 
     with pytest.raises(errors.Unavailable):
-        pair.client.complete(token_ids=prompt(0), timeout_s=BOUND_S, **sampling(0))
+        WORKLOAD.complete(pair.client, 0)
     assert all(not replica.is_ready and replica.reason for replica in pair.load().prefill_replicas)
     wait_until(pair.holds_nothing, about=pair.load)
 
     start(pair, pair.processes.prefill)
-    with requests(pair) as completions:
+    with WORKLOAD.at_once(pair.client) as completions:
         assert tokens(completions) == undisturbed
 
 
+@pytest.mark.thorough
 def test_when_decode_is_killed_prefill_frees_everything_and_serves_the_next_one(
     pair: RunningPair, undisturbed: list[tuple[int, ...]]
 ) -> None:
     (decode,) = pair.processes.decode
     for _ in tries(pair, [decode]):
-        with requests(pair) as completions:
+        with WORKLOAD.at_once(pair.client) as completions:
             wait_until(
                 lambda: any(is_sending(client.load()) for client in pair.prefills) or have_ended(completions),
                 about=pair.prefill_load,
@@ -209,20 +163,21 @@ def test_when_decode_is_killed_prefill_frees_everything_and_serves_the_next_one(
     wait_until(lambda: all(is_empty(client.load()) for client in pair.prefills))
 
     start(pair, [decode])
-    with requests(pair) as completions:
+    with WORKLOAD.at_once(pair.client) as completions:
         assert tokens(completions) == undisturbed
 
 
 # ---- stopped: the process exists and its connections are open, but it is silent ------------------------------------
 
 
+@pytest.mark.thorough
 def test_rows_of_a_stopped_replica_are_computed_by_the_other(
     pair: RunningPair, undisturbed: list[tuple[int, ...]]
 ) -> None:
     for _ in tries(pair, []):
         num_retries_before = pair.load().num_row_retries
-        with requests(pair) as completions:
-            wait_until(lambda: is_transferring_from(pair, 0)() or have_ended(completions), about=pair.load)
+        with WORKLOAD.at_once(pair.client) as completions:
+            wait_until(lambda: has_rows_with(pair, 0) or have_ended(completions), about=pair.load)
             with stopped(pair.processes.prefill[0]):
                 wait_until(lambda: not pair.load().prefill_replicas[0].is_ready, about=pair.load)
                 assert tokens(completions) == undisturbed
@@ -231,18 +186,20 @@ def test_rows_of_a_stopped_replica_are_computed_by_the_other(
     assert pair.load().num_row_retries > num_retries_before
 
 
+@pytest.mark.thorough
 def test_while_every_replica_is_stopped_decode_is_not_ready_and_what_waits_ends(
     pair: RunningPair, undisturbed: list[tuple[int, ...]]
 ) -> None:
-    with stopped(*pair.processes.prefill), requests(pair) as completions:
+    with stopped(*pair.processes.prefill), WORKLOAD.at_once(pair.client) as completions:
         wait_until(lambda: not pair.is_ready(), about=pair.load)
         for completion in completions:
             assert isinstance(outcome(completion), errors.Unavailable)
     start(pair, [])
-    with requests(pair) as completions:
+    with WORKLOAD.at_once(pair.client) as completions:
         assert tokens(completions) == undisturbed
 
 
+@pytest.mark.thorough
 async def test_when_decode_is_stopped_prefill_frees_what_it_had_and_serves_another_and_decode_goes_on_when_it_can(
     pair: RunningPair, undisturbed: list[tuple[int, ...]]
 ) -> None:
@@ -259,14 +216,14 @@ async def test_when_decode_is_stopped_prefill_frees_what_it_had_and_serves_anoth
     async with serving_here(decode_main, settings, READY_SERVICE["decode"]) as other:
         await other.turns(HealthStatus.SERVING)
         for _ in tries(pair, []):
-            with requests(pair) as completions:
+            with WORKLOAD.at_once(pair.client) as completions:
                 wait_until(
                     lambda: any(is_sending(client.load()) for client in pair.prefills) or have_ended(completions),
                     about=pair.prefill_load,
                 )
                 with stopped(decode):
                     were_sending = [is_sending(client.load()) for client in pair.prefills]
-                    served = await other.client.complete(token_ids=prompt(1), timeout_s=BOUND_S, **sampling(1))
+                    served = await other.client.complete(**WORKLOAD.options(1))
                     assert served.token_ids == undisturbed[1]
                     wait_until(lambda: all(is_empty(client.load()) for client in pair.prefills))
                 assert tokens(completions) == undisturbed

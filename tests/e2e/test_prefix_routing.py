@@ -12,6 +12,8 @@ import pytest
 from baton.local_pair import LocalPair
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
 
+pytestmark = pytest.mark.thorough
+
 PROMPT_TOKENS = 80
 
 

@@ -14,7 +14,7 @@ from baton.client import EventStream
 from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
-from tests.e2e.load import Workload, load
+from tests.e2e.load import Workload, kill, load
 from tests.support.running_pair import (
     BOUND_S,
     RECONNECT_AT_ONCE,
@@ -24,6 +24,8 @@ from tests.support.running_pair import (
     stopped,
     wait_until,
 )
+
+pytestmark = pytest.mark.thorough
 
 WORKLOAD = Workload(prompt_tokens=60, new_tokens=150)
 ENDLESS = 3000
@@ -76,11 +78,6 @@ def start(pair: RunningPair, services: Sequence[ServiceProcess]) -> None:
         lambda: all(replica.is_ready for decode in pair.decodes for replica in decode.load().prefill_replicas),
         about=lambda: [decode.load() for decode in pair.decodes],
     )
-
-
-def kill(service: ServiceProcess) -> None:
-    service.kill()
-    assert service.wait(BOUND_S)
 
 
 def endless(client: Client) -> EventStream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from baton.service_process import ServiceProcess
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
+
+pytestmark = pytest.mark.thorough
 
 NUM_TOKENS = 300
 GRACE_S = 10
@@ -67,6 +70,8 @@ def test_sigterm_refuses_what_is_new_and_ends_what_runs_by_itself_or_with_the_gr
     assert isinstance(error, errors.Unavailable)
     assert error.reason == "DRAINING"
     assert exit_status(decode) == 0
+    events = [json.loads(line)["event"] for line in decode.log_file.read_text().splitlines()]
+    assert (events[0], events[-1]) == ("config", "stopped")
 
     os.kill(prefill.pid, signal.SIGCONT)
     wait_until(pair.holds_nothing, about=pair.prefill_load)

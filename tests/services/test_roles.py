@@ -464,6 +464,7 @@ def shared_files_of(pid: int) -> int:
     return len({line.split()[4] for line in lines if "memfd:baton" in line})
 
 
+@pytest.mark.thorough
 async def test_ranks_stay_and_let_go_of_the_pool_of_the_role_before(tiny_model_dir: Callable[[str], Path]) -> None:
     seen = []
     async with both_here(tiny_model_dir("llama"), tensor_parallel=2) as address:
@@ -483,6 +484,7 @@ def edges() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "decode_service.edge.processes.process" in each.cmdline()]
 
 
+@pytest.mark.thorough
 async def test_edges_in_processes_begin_and_end_with_the_role(tiny_model_dir: Callable[[str], Path]) -> None:
     """They serve the model as one process does, and take the order that ends them."""
     model, request = tiny_model_dir("llama"), {"token_ids": [10, 20, 30], "max_tokens": 8, "temperature": 0.0}

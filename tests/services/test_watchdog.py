@@ -114,35 +114,29 @@ def test_unwell_is_told_within_five_seconds() -> None:
     assert UNREADY_AFTER_S + 3 * LOOK_INTERVAL_S < 5
 
 
-def test_an_engine_without_work_is_well_for_ever(rig: Rig) -> None:
-    rig.look_for(10 * STALL_TIMEOUT_S)
+@pytest.mark.parametrize("polls", [True, False])
+def test_an_engine_without_work_is_well_for_ever(rig: Rig, polls: bool) -> None:
+    rig.look_for(10 * STALL_TIMEOUT_S, polls=polls)
     assert rig.watchdog.is_well
 
 
-def test_an_engine_that_waits_for_commands_without_a_step_is_well(rig: Rig) -> None:
-    rig.look_for(10 * STALL_TIMEOUT_S, polls=False)
-    assert rig.watchdog.is_well
-
-
-def test_a_step_that_does_not_return_stalls(rig: Rig) -> None:
-    rig.engine.is_stepping = True
-    assert_stalls(rig, "the engine's step", polls=False)
-
-
-def test_a_forward_that_hangs_stalls_though_steps_go_on(rig: Rig) -> None:
-    rig.hang(rig.forward)
-    assert_stalls(rig, "stream forward")
-
-
-def test_a_forward_that_hangs_stalls_though_copies_go_on(rig: Rig) -> None:
-    rig.hang(rig.forward)
-    rig.hang(rig.sending)
-    assert_stalls(rig, "stream forward", sends=True)
-
-
-def test_a_copy_that_hangs_stalls_though_forwards_go_on(rig: Rig) -> None:
-    rig.hang(rig.sending)
-    assert_stalls(rig, "stream sending", layers=1)
+@pytest.mark.parametrize(
+    ("hangs", "part", "goes_on"),
+    [
+        ((), "the engine's step", {"polls": False}),
+        (("forward",), "stream forward", {}),
+        (("forward", "sending"), "stream forward", {"sends": True}),
+        (("sending",), "stream sending", {"layers": 1}),
+    ],
+    ids=["a step", "a forward while steps go on", "a forward while copies go on", "a copy while forwards go on"],
+)
+def test_what_hangs_stalls_though_others_go_on(
+    rig: Rig, hangs: tuple[str, ...], part: str, goes_on: dict[str, int]
+) -> None:
+    rig.engine.is_stepping = not hangs
+    for name in hangs:
+        rig.hang(rig.forward if name == "forward" else rig.sending)
+    assert_stalls(rig, part, **goes_on)
 
 
 def test_a_copy_that_waits_for_a_long_forward_does_not_stall(rig: Rig) -> None:

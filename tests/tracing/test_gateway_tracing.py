@@ -90,41 +90,29 @@ async def test_an_answer_that_breaks_off_is_an_error(spans: EndedSpans) -> None:
     assert spans.all[0].status.description == "the answer broke off"
 
 
-async def test_a_path_that_does_not_exist_names_no_span(spans: EndedSpans) -> None:
-    await ask(answering(404), spans.tracer, path="/v1/anything-at-all")
+@pytest.mark.parametrize(
+    ("method", "path", "name", "attributes"),
+    [
+        pytest.param("POST", "/v1/anything-at-all", "POST", {"http.request.method": "POST"}, id="an unknown path"),
+        pytest.param("GET", "/v1/models/anything-at-all", "GET /v1/models/{model}", {}, id="a model that is asked for"),
+        pytest.param("FROB", PATH, f"HTTP {PATH}", {"http.request.method": "_OTHER"}, id="an unknown method"),
+        pytest.param("POST", "/v1/" + "a" * 5000, "POST", {"url.path": "/v1/" + "a" * 252}, id="a long path"),
+    ],
+)
+async def test_what_callers_make_up_names_no_span(
+    spans: EndedSpans, method: str, path: str, name: str, attributes: dict[str, str]
+) -> None:
+    await ask(answering(404), spans.tracer, path, method=method)
 
-    assert spans.names() == ["POST"]
-
-
-async def test_a_model_that_is_asked_for_names_no_span_either(spans: EndedSpans) -> None:
-    await ask(answering(404), spans.tracer, path="/v1/models/anything-at-all", method="GET")
-
-    assert spans.names() == ["GET /v1/models/{model}"]
-
-
-async def test_a_method_that_does_not_exist_names_no_span(spans: EndedSpans) -> None:
-    await ask(answering(405), spans.tracer, method="FROB")
-
-    assert spans.names() == [f"HTTP {PATH}"]
-    assert (spans.all[0].attributes or {})["http.request.method"] == "_OTHER"
-
-
-async def test_a_long_path_is_cut(spans: EndedSpans) -> None:
-    await ask(answering(404), spans.tracer, path="/v1/" + "a" * 5000)
-
-    assert (spans.all[0].attributes or {})["url.path"] == "/v1/" + "a" * 252
+    assert spans.names() == [name]
+    assert attributes.items() <= dict(spans.all[0].attributes or {}).items()
 
 
-async def test_who_shows_no_key_leaves_no_span(spans: EndedSpans) -> None:
+async def test_who_shows_no_key_and_what_is_not_of_the_api_leave_no_span(spans: EndedSpans) -> None:
     sent = await ask(answering(200), spans.tracer, keys=["secret"])
-
-    assert sent[0]["status"] == 401
-    assert not spans.all
-
-
-async def test_what_is_not_of_the_api_has_no_span(spans: EndedSpans) -> None:
     await ask(answering(200), spans.tracer, path="/metrics")
 
+    assert sent[0]["status"] == 401
     assert not spans.all
 
 
