@@ -32,6 +32,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
     def __init__(self) -> None:
         self.scripts: deque[Sequence[Any]] = deque()
         self.script: Sequence[Any] | Callable[[inference_pb2.GenerateRequest], Sequence[Any]] = ()
+        self.model = "demo"
         self.output_format = "hermes"
         self.has_reasoning = True
         self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
@@ -66,7 +67,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             name="target", num_layers=30, num_planes=2, num_heads=3, head_dim=64, dtype="bfloat16"
         )
         return inference_pb2.GetModelInfoResponse(
-            model="demo",
+            model=self.model,
             architecture="LlamaForCausalLM",
             vocab_size=49152,
             max_context_tokens=8192,
@@ -96,18 +97,20 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
 class ScriptedServer:
     """A gRPC server on loopback for `inference`, with health checks. It listens on `port`, or on a free one."""
 
-    def __init__(self, credentials: grpc.ServerCredentials | None = None, *, port: int = 0) -> None:
+    def __init__(
+        self, credentials: grpc.ServerCredentials | None = None, *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.inference = ScriptedInference()
         self.health = health.HealthServicer()
-        self._server = grpc.server(ThreadPoolExecutor(8))
+        self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
         inference_pb2_grpc.add_InferenceServicer_to_server(self.inference, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         port = (
-            self._server.add_insecure_port(f"127.0.0.1:{port}")
+            self._server.add_insecure_port(f"{host}:{port}")
             if credentials is None
-            else self._server.add_secure_port(f"127.0.0.1:{port}", credentials)
+            else self._server.add_secure_port(f"{host}:{port}", credentials)
         )
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"{host}:{port}"
         self.health.set("baton.v1.Inference", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._server.start()
 

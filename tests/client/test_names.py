@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton import Client, Tls, errors
+from baton import Client, Finished, Tls, errors
 from baton.client.servers import LOOK_UP_INTERVAL_S, AsyncServers, BlockingServers, Server
-from baton.v1 import inference_pb2, inference_pb2_grpc
-from common.errors import ConfigError
-from common.service.server import ServiceServer
+from baton.v1 import inference_pb2
 from tests.client.either_client import EitherClient
 from tests.client.scripted_inference import ScriptedServer, finished, started
 from tests.support.names import Names
@@ -32,48 +31,28 @@ EMPTY_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 CERTIFICATES = Path(__file__).with_name("certificates")
 
 
-class NamedService(inference_pb2_grpc.InferenceServicer):
-    """An Inference service whose answers name its own host. `hold` keeps its streams open."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self.hold = asyncio.Event()
-
-    async def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:  # type: ignore[override]
-        return inference_pb2.GetModelInfoResponse(model=self._host)
-
-    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
-        await context.write(inference_pb2.GenerateEvent(started=inference_pb2.Started(request_id=self._host)))
-        await self.hold.wait()
-        await context.write(inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=1)))
+def ready_at(host: str, port: int = 0) -> ScriptedServer:
+    """Runs a server whose answers name its host. Raises RuntimeError if the port is taken there."""
+    server = ScriptedServer(host=host, port=port)
+    server.inference.model = host
+    server.inference.script = [started(host), finished()]
+    server.become_ready()
+    return server
 
 
-@asynccontextmanager
-async def serving(host: str, port: int) -> AsyncIterator[tuple[NamedService, int]]:
-    servicer = NamedService(host)
-    server = ServiceServer(service_name="baton.v1.Inference")
-    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
-    port = await server.start(f"{host}:{port}")
-    await server.set_ready(True)
-    try:
-        yield servicer, port
-    finally:
-        await server.stop(0.0)
-
-
-@asynccontextmanager
-async def serving_two(host: str, other: str) -> AsyncIterator[tuple[NamedService, int]]:
-    """Runs a service at each host, with one port for both. Yields the first and the port, which another process may
-    have at the other host: then the next free one is tried.
+@contextmanager
+def ready_at_both(host: str, other: str) -> Iterator[tuple[ScriptedServer, int]]:
+    """Runs a server at each host, with one port for both. Yields the first and the port, which another process may have
+    at the other host: then the next free one is tried.
     """
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         for _ in range(NUM_TRIES):
-            async with AsyncExitStack() as trying:
-                first, port = await trying.enter_async_context(serving(host, 0))
-                with suppress(ConfigError):
-                    await trying.enter_async_context(serving(other, port))
-                    await stack.enter_async_context(trying.pop_all())
-                    break
+            first = ready_at(host)
+            stack.callback(first.stop)
+            port = int(first.address.rpartition(":")[2])
+            with suppress(RuntimeError):
+                stack.callback(ready_at(other, port).stop)
+                break
         else:
             raise AssertionError(f"no port is free at both {host} and {other}")
         yield first, port
@@ -104,36 +83,45 @@ async def test_services_that_a_name_gains_or_loses_are_used_or_not_and_streams_s
     names: Names, connect: OpenClient
 ) -> None:
     names.hosts["decode.test"] = ["127.0.0.1"]
-    async with asyncio.timeout(BOUND_S), serving_two("127.0.0.1", "127.0.0.2") as (first, port):
-        client = connect(f"dns:///decode.test:{port}")
-        stream = client.generate("Hi")
-        assert (await anext(stream, None)).request_id == "127.0.0.1"
-        assert {await host_asked(client) for _ in range(10)} == {"127.0.0.1"}
+    may_end = threading.Event()
 
-        names.hosts["decode.test"] = ["127.0.0.1", "127.0.0.2"]
-        while await host_asked(client) != "127.0.0.2":
-            pass
+    def script() -> Iterator[Any]:
+        yield started("127.0.0.1")
+        may_end.wait(BOUND_S)
+        yield finished()
 
-        names.hosts["decode.test"] = ["127.0.0.2"]
-        while {await host_asked(client) for _ in range(10)} != {"127.0.0.2"}:
-            pass
-        del names.hosts["decode.test"]
-        assert {await host_asked(client) for _ in range(10)} == {"127.0.0.2"}, "a failed look-up changes nothing"
-        first.hold.set()
-        assert (await anext(stream, None)) is not None
-        assert (await anext(stream, None)) is None
+    with ready_at_both("127.0.0.1", "127.0.0.2") as (first, port):
+        async with asyncio.timeout(BOUND_S):
+            first.inference.scripts.append(script())  # type: ignore[arg-type]  # read once
+            client = connect(f"dns:///decode.test:{port}")
+            stream = client.generate("Hi")
+            assert (await anext(stream)).request_id == "127.0.0.1"
+            assert {await host_asked(client) for _ in range(10)} == {"127.0.0.1"}
+
+            names.hosts["decode.test"] = ["127.0.0.1", "127.0.0.2"]
+            while await host_asked(client) != "127.0.0.2":
+                pass
+
+            names.hosts["decode.test"] = ["127.0.0.2"]
+            while {await host_asked(client) for _ in range(10)} != {"127.0.0.2"}:
+                pass
+            del names.hosts["decode.test"]
+            assert {await host_asked(client) for _ in range(10)} == {"127.0.0.2"}, "a failed look-up changes nothing"
+            may_end.set()
+            assert [type(event) async for event in stream] == [Finished]
 
 
 async def test_a_name_that_nobody_knows_is_told_and_looked_up_again(names: Names, connect: OpenClient) -> None:
-    async with asyncio.timeout(BOUND_S), serving("127.0.0.1", 0) as (_, port):
-        client = connect(f"dns:///decode.test:{port}")
-        with pytest.raises(errors.Unavailable, match=rf"dns:///decode\.test:{port}: not found: .*no such name"):
-            await host_asked(client)
-        resuming = connect(f"dns:///decode.test:{port}", resume=True)
-        first = asyncio.ensure_future(anext(resuming.generate("Hi")))
+    server = ready_at("127.0.0.1")
+    address = f"dns:///decode.test:{server.address.rpartition(':')[2]}"
+    async with asyncio.timeout(BOUND_S):
+        with pytest.raises(errors.Unavailable, match=rf"{re.escape(address)}: not found: .*no such name"):
+            await host_asked(connect(address))
+        first = asyncio.ensure_future(anext(connect(address, resume=True).generate("Hi")))
         assert not (await asyncio.wait({first}, timeout=0.3))[0]
         names.hosts["decode.test"] = ["127.0.0.1"]
         assert (await first).request_id == "127.0.0.1"
+    server.stop()
 
 
 @pytest.mark.parametrize("name", ["baton-test-server", "other-server"])

@@ -96,8 +96,9 @@ def test_the_priority_and_the_options_of_the_prefix_cache_are_taken() -> None:
     assert (completion().cache_salt, completion().cache_prompt) == (None, None)
 
 
-def test_an_empty_stop_string_stops_nothing() -> None:
+def test_an_empty_stop_string_stops_nothing_and_the_top_of_minus_one_is_all_tokens() -> None:
     assert completion(stop="").sampling["stop"] == []
+    assert completion(top_k=-1).sampling["top_k"] == 0
 
 
 def test_special_tokens_are_added_to_prompts_and_not_to_chats() -> None:
@@ -168,6 +169,7 @@ OPTIONS: dict[str, Any] = {
     "ignore_eos": True,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
+    "speculate": False,
 }
 
 
