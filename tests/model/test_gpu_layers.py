@@ -5,7 +5,6 @@ device.
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from common.model.gpu_layers import GpuLinear, GpuRMSNorm, fuse_layers
 from common.model.layers_triton import LayerKernels, Norm
 from common.model.part import Part
 from common.model.replace import replace_modules
+from tests.ranks.in_turns import InTurns
 
 DTYPES = [
     torch.float32,
@@ -47,7 +47,6 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
 }
 NUM_LAYERS = 2
-BOUND_S = 60.0
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -176,48 +175,15 @@ def test_a_models_layers_are_fused_and_compute_the_same(name: str, dtype: torch.
         check_close(logits_of(model, num_tokens), logits, roundings=10)
 
 
-class InTurns:
-    """A Collective of ranks that are threads, of which one has the `turn`: Triton's interpreter knows no threads."""
-
-    def __init__(
-        self, turn: threading.Lock, meeting: threading.Barrier, of_ranks: dict[int, Tensor], rank: int
-    ) -> None:
-        self._turn = turn
-        self._meeting = meeting
-        self._of_ranks = of_ranks
-        self._rank = rank
-
-    def _met(self, values: Tensor) -> list[Tensor]:
-        self._of_ranks[self._rank] = values.clone()
-        self._turn.release()
-        self._meeting.wait(BOUND_S)
-        met = [self._of_ranks[rank] for rank in range(len(self._of_ranks))]
-        self._meeting.wait(BOUND_S)
-        self._turn.acquire()
-        return met
-
-    def sum_up(self, values: Tensor) -> None:
-        values.copy_(torch.stack(self._met(values)).sum(0))
-
-    def joined(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        return torch.cat(self._met(part), dim=-1)
-
-    def give_up(self) -> None:
-        raise AssertionError
-
-    def counts(self) -> list[int]:
-        raise AssertionError
-
-
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_ranks_add_up_inside_the_layers_of_a_cut_model(num_tokens: int) -> None:
     name = "llama with biases"
     expected = logits_of(model_of(name), num_tokens)
-    turn, meeting, of_ranks = threading.Lock(), threading.Barrier(2), dict[int, Tensor]()
+    turn, collectives = InTurns.ranks(2)
 
     def logits_of_rank(rank: int) -> Tensor:
-        with turn:
-            model, part = model_of(name), Part(rank, 2, InTurns(turn, meeting, of_ranks, rank))
+        with turn:  # Triton's interpreter knows no threads
+            model, part = model_of(name), Part(rank, 2, collectives[rank])
             partial = cut_model(model, part, name=name)
             assert fuse_layers(model, KERNELS) == NUM_LAYERS
             add_up(model, partial, part)

@@ -134,7 +134,6 @@ W4 = "compressed-tensors-w4a16"
 CONFIGS: dict[str, tuple[str, Change, str]] = {
     "an-unknown-format": ("fp8-blocks", settings(quant_method="tomorrow"), "quant_method 'tomorrow' is not served"),
     "gptq": ("fp8-blocks", settings(quant_method="gptq"), "quant_method 'gptq' needs the library gptqmodel"),
-    "awq": ("fp8-blocks", settings(quant_method="awq"), "quant_method 'awq' needs the library gptqmodel"),
     "blocks-of-nothing": ("fp8-blocks", settings(weight_block_size=[0, 32]), r"weight_block_size is \[0, 32\]"),
     "other-floats": ("fp8-blocks", settings(fmt="e5m2"), "quantization_config.fmt is 'e5m2'"),
     "experts-of-4-bits": ("fp8-blocks", settings(expert_dtype="fp4"), "quantization_config.expert_dtype is 'fp4'"),
@@ -177,6 +176,20 @@ def of_experts(part: str, new: Callable[[Tensor], Tensor]) -> Change:
     return lambda tensors: tensors.update({EXPERTS + part: new(tensors[EXPERTS + part])})
 
 
+def added(name: str, tensor: Tensor) -> Change:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def cut_to(num_rows: int, num_scales: int) -> Change:
+    """Cuts a weight in FP8 and its scales to these numbers of rows."""
+    return lambda tensors: tensors.update(
+        {
+            f"{LAYER}.weight": tensors[f"{LAYER}.weight"][:num_rows].clone(),
+            f"{LAYER}.weight_scale_inv": tensors[f"{LAYER}.weight_scale_inv"][:num_scales].clone(),
+        }
+    )
+
+
 def absent(part: str) -> Change:
     return lambda tensors: tensors.pop(f"{LAYER}.{part}")
 
@@ -185,12 +198,12 @@ KV_SCALE = "model.layers.1.self_attn.v_scale"
 KV_SCALES: dict[str, tuple[Change, str]] = {
     "none": (lambda tensors: tensors.pop(KV_SCALE), "layer 1 has no v_scale for its KV"),
     "of-a-layer-that-is-not-there": (
-        lambda tensors: tensors.update({KV_SCALE.replace("1", "2"): torch.ones(1)}),
+        added(KV_SCALE.replace("1", "2"), torch.ones(1)),
         "layers.2.self_attn.v_scale is one more than the 2 layers have",
     ),
-    "of-each-head": (lambda tensors: tensors.update({KV_SCALE: torch.ones(2)}), rf"{KV_SCALE} is \[1.0, 1.0\]"),
-    "zero": (lambda tensors: tensors.update({KV_SCALE: torch.zeros(1)}), rf"{KV_SCALE} is \[0.0\]"),
-    "infinite": (lambda tensors: tensors.update({KV_SCALE: torch.tensor([torch.inf])}), rf"{KV_SCALE} is \[inf\]"),
+    "of-each-head": (added(KV_SCALE, torch.ones(2)), rf"{KV_SCALE} is \[1.0, 1.0\]"),
+    "zero": (added(KV_SCALE, torch.zeros(1)), rf"{KV_SCALE} is \[0.0\]"),
+    "infinite": (added(KV_SCALE, torch.tensor([torch.inf])), rf"{KV_SCALE} is \[inf\]"),
 }
 
 
@@ -219,29 +232,23 @@ TENSORS: dict[str, tuple[str, Change, str]] = {
     ),
     "cut-blocks": (
         "fp8-blocks",
-        lambda tensors: (
-            replaced("weight", lambda w: w[:80].clone())(tensors),
-            replaced("weight_scale_inv", lambda s: s[:3].clone())(tensors),
-        ),
+        cut_to(80, 3),
         rf"{LAYER}.weight is \[80, 64\], no multiple of the \[32, 32\] that share a scale",
     ),
     "another-size": (
         "fp8-blocks",
-        lambda tensors: (
-            replaced("weight", lambda w: w[:64].clone())(tensors),
-            replaced("weight_scale_inv", lambda s: s[:2].clone())(tensors),
-        ),
+        cut_to(64, 2),
         rf"{LAYER}.weight is \[64, 64\], which config.json says is \[96, 64\]",
     ),
     "infinite-scales": ("fp8-blocks", replaced("weight_scale_inv", lambda s: s * torch.inf), f"{LAYER}.weight has NaN"),
     "a-scale-of-no-weight": (
         "fp8-blocks",
-        lambda tensors: tensors.update({"model.norm.weight_scale_inv": torch.ones(1, 1)}),
+        added("model.norm.weight_scale_inv", torch.ones(1, 1)),
         "model.norm.weight is of F32, and has to be of F8_E4M3",
     ),
     "an-unused-tensor-of-no-weight": (
         "fp8-whole",
-        lambda tensors: tensors.update({"model.norm.activation_scale": torch.ones(())}),
+        added("model.norm.activation_scale", torch.ones(())),
         "not known in LlamaForCausalLM: model.norm.activation_scale",
     ),
     "experts-without-scales": (
@@ -258,16 +265,15 @@ TENSORS: dict[str, tuple[str, Change, str]] = {
     "blocks-of-floats": ("mxfp4", of_experts("_blocks", Tensor.float), f"{EXPERTS}_blocks is of F32, and has to be"),
     "whole-experts-beside-blocks": (
         "mxfp4",
-        lambda tensors: tensors.update({EXPERTS: torch.zeros(8, 96, 64)}),
+        added(EXPERTS, torch.zeros(8, 96, 64)),
         f"{EXPERTS} is {EXPERTS}_blocks again",
     ),
     "an-exponent-past-all-numbers": ("mxfp4", of_experts("_scales", lambda s: s.fill_(255)), f"{EXPERTS} has NaN"),
     "no-packed-numbers": (W4, absent("weight_packed"), f"needs a tensor {LAYER}.weight_packed"),
-    "no-shape": (W4, absent("weight_shape"), f"needs a tensor {LAYER}.weight_shape"),
     "another-shape": (W4, replaced("weight_shape", lambda s: s + 8), rf"weight_shape is \[104, 72\], and {LAYER}"),
     "zero-points-of-symmetric-weights": (
         W4,
-        lambda tensors: tensors.update({f"{LAYER}.weight_zero_point": torch.zeros(12, 2, dtype=torch.int32)}),
+        added(f"{LAYER}.weight_zero_point", torch.zeros(12, 2, dtype=torch.int32)),
         f"not known in LlamaForCausalLM: {LAYER}.weight_zero_point",
     ),
     "no-zero-points": (
@@ -279,16 +285,6 @@ TENSORS: dict[str, tuple[str, Change, str]] = {
         "compressed-tensors-w4a16-zero-points",
         replaced("weight_zero_point", lambda z: z[:6].clone()),
         r"weight_zero_point is \[6, 2\], and \[12, 2\] fit",
-    ),
-    "whole-beside-packed": (
-        W4,
-        lambda tensors: tensors.update({f"{LAYER}.weight": torch.ones(96, 64)}),
-        f"{LAYER}.weight is {LAYER}.weight_packed again",
-    ),
-    "integers-without-scales": (
-        "compressed-tensors-w8a8",
-        absent("weight_scale"),
-        f"{LAYER}.weight needs a tensor {LAYER}.weight_scale",
     ),
 }
 

@@ -6,26 +6,22 @@ prompt in parts, which is compared with the whole model by transformers.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GPTNeoXConfig, Starcoder2Config
 
-from baton_cpu.collective import SharedCollective, collective_bytes
 from common.errors import StartupError, UnsupportedModel
-from common.host.untouched_memory import untouched_zeros
 from common.model import cutting
 from common.model.loader import load_target
 from common.model.part import MemberLost, Part
 from common.model.target import TargetModel
 from common.ranks.leader import open_ranks
+from tests.ranks.in_turns import InTurns
 from tests.support.models import ARCHITECTURES, random_model
 from tests.support.ranked import NoCollective
 
@@ -39,42 +35,20 @@ SIZES: dict[str, Any] = {
 }
 
 
-class OneAtATime(SharedCollective):
-    """A collective whose rank has `turn` but while it waits for the others: transformers loads on one thread only."""
-
-    def __init__(self, memory: Tensor, *, rank: int, num_ranks: int, turn: threading.Lock) -> None:
-        super().__init__(memory, rank=rank, num_ranks=num_ranks)
-        self._turn = turn
-
-    def sum_up(self, values: Tensor) -> None:
-        with self._others():
-            super().sum_up(values)
-
-    def joined(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        with self._others():
-            return super().joined(part, widths)
-
-    @contextmanager
-    def _others(self) -> Iterator[None]:
-        self._turn.release()
-        try:
-            yield
-        finally:
-            self._turn.acquire()
-
-
 def load_parts(directory: Path, num_ranks: int) -> list[TargetModel | Exception]:
-    """Loads the model on all ranks at once. Returns what each rank has: its part, or the error."""
-    memory, turn = untouched_zeros(collective_bytes(num_ranks)), threading.Lock()
+    """Loads the model on all ranks, in turns: transformers loads on one thread only. Returns what each rank has: its
+    part, or the error.
+    """
+    turn, collectives = InTurns.ranks(num_ranks)
 
     def load(rank: int) -> TargetModel | Exception:
-        collective = OneAtATime(memory, rank=rank, num_ranks=num_ranks, turn=turn)
         with turn:
             torch.set_num_threads(1)
             try:
-                return load_target(directory, device="cpu", dtype="float32", part=Part(rank, num_ranks, collective))
+                part = Part(rank, num_ranks, collectives[rank])
+                return load_target(directory, device="cpu", dtype="float32", part=part)
             except (UnsupportedModel, MemberLost) as error:
-                collective.give_up()
+                collectives[rank].give_up()
                 return error
 
     with ThreadPoolExecutor(num_ranks) as threads:
