@@ -27,6 +27,7 @@ from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, prebuilt, row
 from tests.handoff.scripted_names import ScriptedNames
 from tests.handoff.scripted_prefill import RecordingDecode
 from tests.security.certificates import Authority
+from tests.support.free_ports import needs_ipv6
 from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
 
@@ -323,6 +324,7 @@ def test_a_fixed_address_stays_whatever_the_names_say(rig: Rig) -> None:
     assert set(rig.replicas(bool)) == {rig.at(FIRST), rig.at(SECOND)}
 
 
+@needs_ipv6
 def test_an_address_may_be_of_the_sixth_version(rig: Rig) -> None:
     replica = RawReplica(host="::1")
     rig.loop.run(replica.start())

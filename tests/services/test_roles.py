@@ -40,6 +40,7 @@ from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime, open_runtime
 from common.telemetry.role_metrics import RoleMetrics
 from decode_service import main as decode_main
+from decode_service.edge.processes import edges as edges_module
 from decode_service.handoff.status_errors import error_of_status
 from prefill_service import main as prefill_main
 from tests.support.free_ports import free_address
@@ -485,8 +486,11 @@ def edges() -> list[psutil.Process]:
 
 
 @pytest.mark.thorough
-async def test_edges_in_processes_begin_and_end_with_the_role(tiny_model_dir: Callable[[str], Path]) -> None:
+async def test_edges_in_processes_begin_and_end_with_the_role(
+    tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They serve the model as one process does, and take the order that ends them."""
+    monkeypatch.setattr(edges_module, "START_TIMEOUT_S", 10 * BOUND_S)
     model, request = tiny_model_dir("llama"), {"token_ids": [10, 20, 30], "max_tokens": 8, "temperature": 0.0}
     async with pair_here(model) as pair:
         expected = await pair.decode.client.complete(**request)
