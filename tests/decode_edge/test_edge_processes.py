@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +46,11 @@ from decode_service.edge.processes.silence import Silence
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.messages import Abort, Finished, FinishReason, Replica, ReplicasChanged, Submit, Tokens
+from tests.decode_edge.children import children_running
 from tests.decode_edge.edge_under_test import error_of, events_of, ids_in
 from tests.decode_edge.fake_engine import FakeEngine
 from tests.support.models import save_tiny_model
+from tests.support.services_here import until
 
 BOUND_S = 60.0
 NUM_EDGES = 2
@@ -136,16 +138,12 @@ class Running:
         return self.registry.get_sample_value(name, labels) or 0.0
 
 
-async def wait_for(condition: Any) -> None:
-    async with asyncio.timeout(BOUND_S):
-        while not condition():  # noqa: ASYNC110 - conditions are over processes and files
-            await asyncio.sleep(0.02)
+async def wait_for(condition: Callable[[], object]) -> None:
+    await until(lambda: bool(condition()), bound_s=BOUND_S)
 
 
 def edge_pids() -> set[int]:
-    """Returns the ids of this process's children that are edges."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {int(pid) for pid in children if b"edge.processes.process" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return set(children_running("edge.processes.process"))
 
 
 def lost_edges(log: list[dict[str, Any]]) -> list[tuple[int, str]]:

@@ -10,10 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
 from common.text.grammar_compiler import LIMITS, GrammarCompiler, GrammarTrials, Turns
 from common.text.grammars import LEXER_BYTES, MAX_CACHED_BYTES, Grammars
+from tests.decode_edge.children import children_running
 from tests.decode_edge.edge_under_test import believed
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, grammars_of, vocab_size
 
@@ -82,13 +82,8 @@ async def compiler_of(grammars: Grammars, **limits: Any) -> AsyncIterator[Gramma
         yield compiler
 
 
-def trial_pids() -> Iterator[int]:
-    """Yields the ids of this process's living children that try grammars."""
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in children.read_text().split():
-            with suppress(OSError):  # it has ended meanwhile
-                if b"grammar_trial_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    yield int(pid)
+def trial_pids() -> list[int]:
+    return children_running("grammar_trial_process")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +106,7 @@ async def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_is_comp
             await compiler.matcher(grammar)
         assert grammar not in grammars
         await compiler.matcher(Grammar(GrammarKind.REGEX, "cd"))
-        assert list(trial_pids()) == [pid]
+        assert trial_pids() == [pid]
     async with compiler_of(grammars, cpu_s=10.0) as compiler:  # it is the limits that it was refused for
         await compiler.matcher(grammar)
 
@@ -124,7 +119,7 @@ async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end
         await compiler.matcher(Grammar(GrammarKind.REGEX, "cd"))
         (other,) = trial_pids()
         assert other != pid
-    assert not list(trial_pids())
+    assert not trial_pids()
 
 
 async def test_a_model_without_end_tokens_serves_no_grammar_and_starts_no_process() -> None:
@@ -132,7 +127,7 @@ async def test_a_model_without_end_tokens_serves_no_grammar_and_starts_no_proces
     async with compiler_of(grammars) as compiler:
         with pytest.raises(InvalidRequest, match="has no token that ends an output"):
             await compiler.matcher(SMALL)
-        assert not list(trial_pids())
+        assert not trial_pids()
 
 
 async def test_a_client_that_leaves_during_a_trial_costs_no_process() -> None:
@@ -146,7 +141,7 @@ async def test_a_client_that_leaves_during_a_trial_costs_no_process() -> None:
         with pytest.raises(asyncio.CancelledError):
             await left
         await compiler.matcher(Grammar(GrammarKind.REGEX, "cd"))
-        assert list(trial_pids()) == [pid]
+        assert trial_pids() == [pid]
 
 
 async def test_only_a_new_grammar_is_tried() -> None:

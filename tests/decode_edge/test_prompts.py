@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from common.text.tokenizer import TextTokenizer
 from decode_service.edge.request_checks import MAX_CONTEXTS, ChatPrompt, ModelLimits, TextPrompt
 from decode_service.edge.text.chat_rendering import ChatRendering
 from decode_service.edge.text.prompts import Prompts
+from tests.decode_edge.children import children_running
 from tests.decode_edge.edge_under_test import CONTEXT as EDGE_CONTEXT
 from tests.decode_edge.edge_under_test import MAX_LIVE, Edge, error_of, running_edge
 from tests.decode_edge.fake_engine import BOUND_S, until
@@ -307,14 +307,7 @@ async def test_a_text_that_a_template_makes_too_long_does_not_fit_the_context() 
 
 
 def rendering_pids() -> list[int]:
-    """Returns the ids of this process's living children that render templates."""
-    found: list[int] = []
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in children.read_text().split():
-            with suppress(OSError):  # it has ended meanwhile
-                if b"common.text.chat_template_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(int(pid))
-    return found
+    return children_running("common.text.chat_template_process")
 
 
 async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end() -> None:
