@@ -407,7 +407,7 @@ async def test_a_receiver_that_leaves_after_the_last_row_still_closes_what_was_n
 
 
 async def test_a_receiver_that_takes_nothing_loses_the_call() -> None:
-    async with serve(HandoffLimits(stall_timeout_s=0.1)) as edge:
+    async with serve(HandoffLimits(stall_timeout_s=1.0)) as edge:
         call = await edge.open(row(num_tokens=256))
         engine_call = await edge.opened()
         edge.prefill.emit(engine_call, *(segment(0, place) for place in range(8)))
