@@ -64,22 +64,16 @@ def _assert_near(bits: np.ndarray, states: Tensor) -> None:
 
 
 def test_an_interrupted_computation_is_done_anew(
-    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: Target, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: Target
 ) -> None:
-    computed = []
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
 
-    def interrupted(*arguments: object) -> int:
-        if computed:
-            raise KeyboardInterrupt
-        computed.append(arguments)
-        return 1
-
-    monkeypatch.setattr(module, "_compute", interrupted)
-    monkeypatch.setattr(module, "_FORWARD_TOKENS", 8)
+    hook = target.model.model.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         compute_features(tmp_path, key, conversations, target, quiet())
+    hook.remove()
     assert not is_complete(tmp_path, key)
-    monkeypatch.undo()
     compute_features(tmp_path, key, conversations, target, quiet())
     assert is_complete(tmp_path, key)
     assert open_features(tmp_path, key).aux.any(axis=1).all()

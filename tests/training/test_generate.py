@@ -19,7 +19,6 @@ from common.text.chat_messages import ChatMessage
 from common.text.tokenizer import TextTokenizer
 from tests.support.models import END_ID, SPECIAL_TOKENS, START_ID, VOCAB_SIZE
 from tests.training.cases import QUESTION_LIMIT, arrays, quiet, save_data
-from training import generate
 from training.data import load_conversations
 from training.generate import ANSWER_TEMPERATURES, SelfChat, read_openings, read_questions, write_self_chat
 
@@ -113,9 +112,10 @@ def test_questions_that_are_empty_or_do_not_end_are_sampled_again(encoder: TextT
     assert not (tmp_path / "none.npz").exists()
 
 
-def test_the_file_is_what_training_reads(encoder: TextTokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"temperatures": (0.0, 0.5, 2.0)}], ids=["default", "temperatures"])
+def test_the_file_is_what_training_reads(options: dict[str, Any], encoder: TextTokenizer, tmp_path: Path) -> None:
     model = Model(encoder)
-    write(tmp_path / "data.npz", model, encoder, 40)
+    write(tmp_path / "data.npz", model, encoder, 40, **options)
     conversations = load_conversations(tmp_path / "data.npz", vocab_size=VOCAB_SIZE)
     prompt = encoder.encode_chat([ChatMessage("user", "How?")])
     assert set(conversations.answer_start.tolist()) == {len(prompt)}
@@ -123,7 +123,7 @@ def test_the_file_is_what_training_reads(encoder: TextTokenizer, tmp_path: Path)
         tokens = conversations.tokens[start:stop].tolist()
         assert (tuple(tokens[: len(prompt)]), tokens[-1]) == (prompt, END_ID)
     stored = arrays(tmp_path / "data.npz")["temperature"]
-    assert {round(value, 1) for value in stored} == set(ANSWER_TEMPERATURES)
+    assert {round(value, 1) for value in stored} == set(options.get("temperatures", ANSWER_TEMPERATURES))
     for request in model.asked:
         assert (request["top_p"] is None) == (request["temperature"] == 0)
     with np.load(tmp_path / "data.npz") as file:
@@ -140,9 +140,7 @@ def test_a_file_that_was_begun_is_continued_as_if_never_left(encoder: TextTokeni
     assert not model.asked
 
 
-def test_what_was_made_before_a_failure_is_kept(
-    encoder: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_made_before_a_failure_is_kept(encoder: TextTokenizer, tmp_path: Path) -> None:
     write(tmp_path / "whole.npz", Model(encoder), encoder, 12)
     model = Model(encoder)
     model.fails_from = 11
@@ -152,11 +150,17 @@ def test_what_was_made_before_a_failure_is_kept(
     assert 0 < len(kept["answer_start"]) < 12
     assert kept["tokens"] == whole["tokens"][: len(kept["tokens"])]
 
-    monkeypatch.setattr(generate, "_SAVE_EVERY", 5)
-    written = []
-    monkeypatch.setattr(generate, "_write", lambda path, made, *_: written.append(len(made)))
-    write(tmp_path / "often.npz", Model(encoder), encoder, 12)
-    assert written == [5, 10, 12]
+
+def test_what_was_made_is_saved_now_and_then(encoder: TextTokenizer, tmp_path: Path) -> None:
+    out, is_saved = tmp_path / "data.npz", list[bool]()
+
+    class Watching(Model):
+        async def complete(self, **request: Any) -> Completion:
+            is_saved.append(out.exists())
+            return await super().complete(**request)
+
+    write(out, Watching(encoder), encoder, 60, concurrency=1)
+    assert not is_saved[2 * 49] and is_saved[-1], "each conversation takes two requests"
 
 
 def test_no_more_run_at_a_time_than_asked_for(encoder: TextTokenizer, tmp_path: Path) -> None:
@@ -275,14 +279,6 @@ def test_a_line_without_a_question_is_named(line: str, tmp_path: Path) -> None:
         read_questions(tmp_path)
 
 
-def test_answers_have_the_temperatures_asked_for(encoder: TextTokenizer, tmp_path: Path) -> None:
-    model = Model(encoder)
-    write(tmp_path / "data.npz", model, encoder, 20, temperatures=(0.25, 2.0))
-    assert set(arrays(tmp_path / "data.npz")["temperature"]) == {0.25, 2.0}
-    answers = [request for request in model.asked if request["max_tokens"] == 40]
-    assert {request["temperature"] for request in answers} == {0.25, 2.0}
-
-
 def test_a_file_is_continued_with_the_options_it_was_begun_with(encoder: TextTokenizer, tmp_path: Path) -> None:
     out = tmp_path / "data.npz"
     (tmp_path / "questions.jsonl").write_text('{"question": "Why?"}\n' * 3)
@@ -327,6 +323,13 @@ def test_a_file_is_continued_with_the_options_it_was_begun_with(encoder: TextTok
         (np.array("3"), "options is no JSON object"),
         (np.arange(3), "options is no JSON object"),
         (np.array('{"top_k": 3}'), "model: this run has theirs, .* was begun with None"),
+        (
+            np.array(
+                '{"model": "theirs", "seed": 3, "max_answer_tokens": 40, "temperatures": [0.0, 0.5, 0.8, 1.0], '
+                '"openings": null, "questions": null, "top_k": 5}'
+            ),
+            "top_k: this run has None, .* was begun with 5",
+        ),
     ],
 )
 def test_a_file_that_was_begun_elsewhere_is_not_continued(
@@ -335,16 +338,6 @@ def test_a_file_that_was_begun_elsewhere_is_not_continued(
     path = save_data(tmp_path / "data.npz", temperature=np.zeros(3), options=options)
     with pytest.raises(ConfigError, match=message):
         write(path, Model(encoder), encoder, 4)
-
-
-def test_an_option_that_is_not_known_here_differs(encoder: TextTokenizer, tmp_path: Path) -> None:
-    write(tmp_path / "data.npz", Model(encoder), encoder, 1)
-    with np.load(tmp_path / "data.npz") as file:
-        stored = {**file}
-    stored["options"] = np.array(json.dumps({**json.loads(stored["options"].item()), "top_k": 5}))
-    np.savez(tmp_path / "data.npz", **stored)
-    with pytest.raises(ConfigError, match=r"^top_k: this run has None, .* was begun with 5"):
-        write(tmp_path / "data.npz", Model(encoder), encoder, 2)
 
 
 def test_a_model_without_a_chat_template_is_refused(encoder: TextTokenizer) -> None:

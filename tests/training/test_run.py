@@ -30,26 +30,36 @@ from training.run import prepare_training
 from training.vocabulary import most_frequent
 
 Train = Callable[..., list[Evaluation]]
-
-
-@pytest.fixture
-def train(tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, features_dir: Path) -> Train:
-    """A function that trains into `tmp_path`/out. Its keyword arguments change the settings."""
-
-    def start(*, out: Path = tmp_path / "out", should_stop: Callable[[], bool] = lambda: False, **changes: Any) -> Any:
-        config = tiny_config(**changes)
-        prepared = prepare_training(
-            last_token_model_dir, [sampled_data], out, config=config, progress=quiet(), features_dir=features_dir
-        )
-        return prepared.run(should_stop)
-
-    return start
+Prepare = Callable[..., trainer.Trainer]
 
 
 @pytest.fixture(scope="session")
 def features_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of features, which the first run of the session computes and later runs reuse."""
     return tmp_path_factory.mktemp("features")
+
+
+@pytest.fixture(scope="session")
+def prepare(last_token_model_dir: Path, sampled_data: Path, features_dir: Path) -> Prepare:
+    """A function that prepares a run into the directory `out`. Its keyword arguments change the settings."""
+
+    def prepared(out: Path, **changes: Any) -> trainer.Trainer:
+        config = tiny_config(**changes)
+        return prepare_training(
+            last_token_model_dir, [sampled_data], out, config=config, progress=quiet(), features_dir=features_dir
+        )
+
+    return prepared
+
+
+@pytest.fixture
+def train(tmp_path: Path, prepare: Prepare) -> Train:
+    """A function that trains into `tmp_path`/out. Its keyword arguments change the settings."""
+
+    def start(*, out: Path = tmp_path / "out", should_stop: Callable[[], bool] = lambda: False, **changes: Any) -> Any:
+        return prepare(out, **changes).run(should_stop)
+
+    return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +74,9 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(
-    tmp_path_factory: pytest.TempPathFactory, last_token_model_dir: Path, sampled_data: Path, features_dir: Path
-) -> Finished:
+def finished(tmp_path_factory: pytest.TempPathFactory, prepare: Prepare) -> Finished:
     out = tmp_path_factory.mktemp("finished")
-    prepared = prepare_training(
-        last_token_model_dir, [sampled_data], out, config=tiny_config(), progress=quiet(), features_dir=features_dir
-    )
-    return Finished(out, prepared.run(lambda: False))
+    return Finished(out, prepare(out).run(lambda: False))
 
 
 def stop_after(num_steps: int) -> Callable[[], bool]:
@@ -233,12 +238,10 @@ def test_checkpoints_are_written_by_the_clock_and_at_the_end(
 
 
 def test_what_is_held_out_is_neither_trained_on_nor_counted(
-    tmp_path: Path, last_token_model_dir: Path, sampled_data: Path, features_dir: Path
+    tmp_path: Path, prepare: Prepare, sampled_data: Path
 ) -> None:
     config = tiny_config(eval_tokens=10**9)  # evaluations use all held-out conversations
-    prepared = prepare_training(
-        last_token_model_dir, [sampled_data], tmp_path, config=config, progress=quiet(), features_dir=features_dir
-    )
+    prepared = prepare(tmp_path, eval_tokens=10**9)
     conversations = load_conversations(sampled_data, vocab_size=SMALL_VOCAB_SIZE)
     train, held_out = split([conversations], [sampled_data], num_held_out=config.num_held_out, seed=config.seed)
     wanted = most_frequent(conversations.answer_tokens(train), draft_vocab=48, vocab_size=SMALL_VOCAB_SIZE)
@@ -280,8 +283,15 @@ def test_a_signal_ends_a_run_with_checkpoint_and_head(
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
 ) -> None:
-    before = signal.getsignal(number)
-    monkeypatch.setattr(trainer.Trainer, "_export", _interrupting(trainer.Trainer._export, number))
+    before, export, sent = signal.getsignal(number), trainer.export_head, list[signal.Signals]()
+
+    def exported(*arguments: Any) -> int:
+        if not sent:  # at the first evaluation
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return export(*arguments)
+
+    monkeypatch.setattr(trainer, "export_head", exported)
     result = cli(tmp_path, sampled_data, last_token_model_dir, "--features", str(features_dir))
     assert result.exit_code == 0, result.stderr
     tokens = torch.load(tmp_path / "last.pt", weights_only=True)["state"]["num_tokens"]
@@ -302,19 +312,6 @@ def test_while_the_target_runs_a_signal_ends_the_command(
     signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130
     assert not (tmp_path / "last.pt").exists()
-
-
-def _interrupting(export: Callable[[Any], None], number: signal.Signals) -> Callable[[Any], None]:
-    """Returns a function that does what `export` does, and also sends the signal at the first evaluation."""
-    sent: list[int] = []
-
-    def exported(self: Any) -> None:
-        export(self)
-        if not sent:
-            sent.append(number)
-            os.kill(os.getpid(), number)
-
-    return exported
 
 
 def test_what_is_wrong_is_said_before_anything_is_computed(

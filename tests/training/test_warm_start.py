@@ -137,45 +137,41 @@ def test_rows_of_new_tokens_are_not_moved_far_when_the_moves_of_known_ones_say_n
     assert new_moves.norm(dim=1).mean() < 2 * moves.norm(dim=1).mean()
 
 
-def test_a_vocabulary_is_revised_of_a_head_only(prepare: Prepare) -> None:
-    with pytest.raises(ConfigError, match=r"^revises_vocab: there is no head to start from"):
-        prepare(None, revises_vocab=True)
-
-
 def test_another_vocabulary_is_another_run(prepare: Prepare, head_dir: Path) -> None:
     prepare(head_dir, revises_vocab=True).run(lambda: True)
     with pytest.raises(ConfigError, match=r"^start_from: "):
         prepare(head_dir).run(lambda: True)
 
 
-def test_output_rows_that_are_not_the_vocabularys_are_refused(prepare: Prepare, head_dir: Path, tmp_path: Path) -> None:
-    weights = load_file(head_dir / "model.safetensors")
-    shutil.copytree(head_dir, tmp_path / "cut")
-    weights["lm_head.weight"] = weights["lm_head.weight"][:-1].contiguous()
-    save_file(weights, tmp_path / "cut" / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"start_from: .*lm_head\.weight has 47 rows for 48 in d2t"):
-        prepare(tmp_path / "cut")
+DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "no d2t": (lambda weights: weights.pop("d2t"), "d2t"),
+    "no fc": (lambda weights: weights.pop("fc.weight"), r"fc\.weight"),
+    "a row too few": (
+        lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"][:-1].contiguous()}),
+        r"lm_head\.weight has 47 rows for 48 in d2t",
+    ),
+}
 
 
-def test_a_head_of_another_shape_is_refused_by_what_differs(prepare: Prepare, head_dir: Path) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_head_is_refused_by_its_tensor(damage: str, prepare: Prepare, head_dir: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(head_dir, tmp_path / "cut"))
+    weights, (change, named) = load_file(directory / "model.safetensors"), DAMAGES[damage]
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"(?s)start_from: .*{named}"):
+        prepare(directory)
+
+
+def test_a_head_that_cannot_be_started_from_is_refused_by_what_differs(
+    prepare: Prepare, head_dir: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"start_from: draft_vocab_size: the head in .* has 48, this run 40"):
         prepare(head_dir, draft_vocab=40)
-
-
-def test_a_directory_without_a_head_is_named(prepare: Prepare, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"start_from: {tmp_path}: no head to read"):
         prepare(tmp_path)
-
-
-@pytest.mark.parametrize("missing", ["d2t", "fc.weight"])
-def test_a_missing_tensor_is_named(missing: str, prepare: Prepare, head_dir: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "cut"
-    shutil.copytree(head_dir, directory)
-    tensors = load_file(directory / "model.safetensors")
-    del tensors[missing]
-    save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ConfigError, match=f"(?s)start_from: .*{missing}"):
-        prepare(directory)
+    with pytest.raises(ConfigError, match=r"^revises_vocab: there is no head to start from"):
+        prepare(None, revises_vocab=True)
 
 
 def test_a_checkpoint_that_began_otherwise_is_refused(prepare: Prepare, head_dir: Path) -> None:
