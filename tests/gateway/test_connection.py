@@ -112,18 +112,18 @@ def receive(connection: socket.socket, *, until_bytes: int, pause_s: float = 0.0
 
 def test_a_slow_reader_gets_everything(loop: LoopThread) -> None:
     """Reading the whole answer takes longer than the stall time-out, but no single pause does."""
-    answer_bytes, stall_timeout_s = 2 << 20, 1.0
+    answer_bytes, stall_timeout_s = 2 << 20, 1.5
     with (
         serving(loop, answering(answer_bytes), stall_timeout_s=stall_timeout_s) as here,
         here.ask(b"connection: close", receive_buffer=64 << 10) as reader,
     ):
         began_s = time.monotonic()
-        assert receive(reader, until_bytes=1 << 30, pause_s=0.07) > answer_bytes
+        assert receive(reader, until_bytes=1 << 30, pause_s=0.1) > answer_bytes
         assert time.monotonic() - began_s > 2 * stall_timeout_s, "it was not slow"
 
 
 def test_a_reader_that_has_taken_everything_is_waited_for(loop: LoopThread) -> None:
-    answer_bytes, stall_timeout_s = 1 << 20, 0.5
+    answer_bytes, stall_timeout_s = 1 << 20, 1.0
     with (
         serving(loop, answering(answer_bytes), stall_timeout_s=stall_timeout_s) as here,
         here.ask() as reader,

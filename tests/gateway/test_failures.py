@@ -60,7 +60,7 @@ def test_a_request_that_is_not_admitted(
     retry_after: str | None,
 ) -> None:
     scripted.inference.script = [status]
-    with gateway_here(loop, scripted.address, admission_timeout_s=0.1) as gateway:
+    with gateway_here(loop, scripted.address, admission_timeout_s=1.0) as gateway:
         answer = gateway.ask("POST", COMPLETIONS, body)
     assert answer.status == expected
     assert answer.error["type"] == (kind or "invalid_request_error")
@@ -204,7 +204,7 @@ def test_without_a_decode_service_there_is_a_reason_at_once(loop: LoopThread) ->
 def test_a_decode_service_that_is_gone_is_told_within_the_time_to_admit(
     loop: LoopThread, scripted: ScriptedServer
 ) -> None:
-    with gateway_here(loop, scripted.address, admission_timeout_s=0.2) as gateway:
+    with gateway_here(loop, scripted.address, admission_timeout_s=2.0) as gateway:
         scripted.inference.script = [started(), finished()]
         assert gateway.ask("POST", COMPLETIONS, BODY).status == 200
         scripted.stop()

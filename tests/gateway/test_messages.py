@@ -571,7 +571,7 @@ def test_a_failure_of_the_decode_service_has_its_type(
     loop: LoopThread, scripted: ScriptedServer, status: Any, expected: int, kind: str
 ) -> None:
     scripted.inference.script = [status]
-    with gateway_here(loop, scripted.address, admission_timeout_s=0.1) as here:
+    with gateway_here(loop, scripted.address, admission_timeout_s=1.0) as here:
         assert_error(here.ask("POST", MESSAGES, {**BODY, "stream": True}), expected, kind)
 
 

@@ -138,7 +138,7 @@ def test_it_raises_its_limit_of_descriptors_and_writes_nothing_but_lines_of_the_
     scripted: ScriptedServer, tmp_path: Path
 ) -> None:
     """gRPC has much to say of a decode service that speaks no TLS, and says it by itself."""
-    few, flags = ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh"), ("--decode-tls", "--admission-timeout-s=0.1")
+    few, flags = ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh"), ("--decode-tls", "--admission-timeout-s=1")
     with running(scripted.address, tmp_path / "log", *flags, within=few) as (process, gateway):
         soft, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         answer = gateway.ask("POST", "/v1/completions", BODY)
