@@ -22,7 +22,7 @@ def test_turns_go_where_their_conversation_is(
     head = guessing_layers.head if has_head else None
     pair = make_pair(guessing_layers.target, PairOptions(num_replicas=2), draft=head)
     said = {number: [2 + number, *range(10, 60)] for number in range(num_talks)}
-    num_ahead = guessing_layers.head.num_layers if has_head else 0
+    num_ahead = guessing_layers.head.layer_group.num_layers if has_head else 0
     for turn in range(NUM_TURNS):
         num_before = {number: len(tokens) for number, tokens in said.items()}
         outcomes = {}

@@ -185,7 +185,7 @@ async def test_a_decode_engine_that_died_ends_its_streams_and_the_service(
             async with asyncio.timeout(BOUND_S):
                 await request
         assert ended.value.reason == "ENGINE_LOST"
-        with pytest.raises(errors.Unavailable):
+        with pytest.raises((errors.Unavailable, errors.Cancelled)):  # gRPC cancels a call that meets the server's end
             await decode.client.complete(token_ids=[10], max_tokens=1)
         assert str(await decode.lost()) == "the engine died: RuntimeError: cursed"
 
