@@ -226,6 +226,7 @@ async def running(
     assert not edge_pids(), "an edge is left"
 
 
+@pytest.mark.thorough
 async def test_several_edges_are_one_service(tmp_path: Path, log: list[dict[str, Any]]) -> None:
     """All that clients may ask is answered through any edge, and each gets the tokens of its own requests."""
     directory = save_tiny_model(tmp_path / "m", "llama")

@@ -15,6 +15,8 @@ from tests.support.draft_heads import save_copy_head
 from tests.support.models import save_tiny_model
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until
 
+pytestmark = pytest.mark.thorough
+
 FIELDS = {
     "other-weights": "target_weights_digest",
     "no-head": "layer_groups",
@@ -44,10 +46,7 @@ def arguments(
     }
 
 
-@pytest.fixture(
-    scope="module",
-    params=["other-weights", *(pytest.param(each, marks=pytest.mark.thorough) for each in [*FIELDS][1:])],
-)
+@pytest.fixture(scope="module", params=FIELDS)
 def pair(
     request: pytest.FixtureRequest,
     arguments: dict[str, tuple[Arguments, Arguments]],

@@ -71,7 +71,7 @@ def test_a_call_that_is_broken_while_it_is_read_leaves_the_next_one_its_own_byte
     assert pair.hand_over("next")
 
 
-@pytest.mark.parametrize("side", ["reader", "lender"])
+@pytest.mark.parametrize("side", ["reader", pytest.param("lender", marks=pytest.mark.thorough)])
 def test_a_process_killed_in_mid_read_costs_the_call_an_attempt_and_is_started_anew(
     own_peers: NixlPeers, make_pair: Callable[..., Pair], side: str, logged: Callable[[], str]
 ) -> None:

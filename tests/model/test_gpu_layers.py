@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
 }
+OTHER_MODELS = [name for name in MODELS if name not in ("llama", "qwen3")]
 NUM_LAYERS = 2
 
 
@@ -119,7 +120,10 @@ def test_a_gate_agrees_with_pytorch(num_tokens: int, width: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("beside", [(), ("norm",), ("added",), ("norm", "gated"), ("bias",), ("norm", "gated", "bias")])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 7), (1100, 10), (9000, 3)])
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs"),
+    [(1100, 10), *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((48, 7), (9000, 3)))],
+)
 def test_one_token_is_multiplied_as_by_a_linear_layer(
     num_inputs: int, num_outputs: int, beside: Sequence[str], dtype: torch.dtype
 ) -> None:
@@ -165,7 +169,9 @@ def logits_of(model: Any, num_tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHER_MODELS)]
+)
 def test_a_models_layers_are_fused_and_compute_the_same(name: str, dtype: torch.dtype) -> None:
     model = model_of(name, dtype)
     expected = [logits_of(model, num_tokens) for num_tokens in (1, 3)]

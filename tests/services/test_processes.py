@@ -47,6 +47,7 @@ def test_a_wrong_configuration_exits_with_2_and_a_model_that_is_not_there_with_1
         assert last["error"] == f"{setting}: {path}: there is no such file or directory"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", PROGRAMS)
 def test_a_service_that_cannot_listen_says_why_in_json_lines_and_nothing_else(
     module: str, tiny_model_dir: Callable[[str], Path]
