@@ -25,6 +25,7 @@ MODULES = (
     "configuration",
     "engine",
     "invariants",
+    "costs",
     "stubs",
     "requirements",
     "makefile",

@@ -36,7 +36,7 @@ def test_the_table_is_read_as_it_was_written() -> None:
         "tests/kv/test_a.py": FileCosts(Cost(3, 12.5), Cost(1, 0.5), "all pools"),
         "tests/pair/test_b.py": FileCosts(Cost(0, 0.0), Cost(2, 7.0)),
     }
-    assert read_table(page(costs)) == costs
+    assert read_table(page(costs, "today, here")) == costs
 
 
 def test_a_row_that_is_none_is_refused_by_its_file() -> None:

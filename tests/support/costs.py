@@ -6,7 +6,7 @@ The kept table decides which files start first, and which thorough tests belong 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -15,8 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-
-from benchmarks.machine import describe_machine
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "tests.md"
@@ -138,7 +136,7 @@ class TestCosts:
             items[:] = [item for item in items if part_of[_file_of(item)] == part]
             config.hook.pytest_deselected(items=left)
         kinds = {(_file_of(item), _is_thorough(item)) for item in items}
-        seconds: Counter[str] = Counter()
+        seconds: dict[str, float] = defaultdict(float)
         for file, thorough in kinds:
             seconds[file] += self._seconds(file, thorough=thorough)
         items.sort(key=lambda item: (-seconds[_file_of(item)], _file_of(item)))
@@ -180,7 +178,7 @@ class TestCosts:
         if not self._of_files:
             return
         folders: dict[str, Cost] = defaultdict(Cost)
-        files: Counter[str] = Counter()
+        files: dict[str, float] = defaultdict(float)
         for (file, thorough), cost in self._of_files.items():
             folder = folders[file.split("/")[1]]
             folder.tests += cost.tests
@@ -197,7 +195,7 @@ class TestCosts:
         terminalreporter.write_line(f"{self._seconds_outside:8.1f}                imports and collection")
         terminalreporter.write_line(f"{total + self._seconds_outside:8.1f}  {num_tests:6} tests  in all")
         terminalreporter.section(f"the {_NUM_SLOWEST} files with most processor seconds")
-        for file, seconds in files.most_common(_NUM_SLOWEST):
+        for file, seconds in sorted(files.items(), key=lambda entry: -entry[1])[:_NUM_SLOWEST]:
             terminalreporter.write_line(f"{seconds:8.1f}  {file}")
         if self._config.getoption("write_costs"):
             self._write()
@@ -211,11 +209,13 @@ class TestCosts:
                 row.thorough = cost
             else:
                 row.gate = cost
-        TABLE.write_text(page(costs))
+        from benchmarks.machine import describe_machine  # imports torch, which the lint of the table does without
+
+        TABLE.write_text(page(costs, f"{date.today():%Y-%m-%d}, {describe_machine()}"))
 
 
-def page(costs: Mapping[str, FileCosts]) -> str:
-    """Returns the page with the table of costs."""
+def page(costs: Mapping[str, FileCosts], measured: str) -> str:
+    """Returns the page with the table of costs. `measured` says when and on what machine."""
     folders: dict[str, FileCosts] = defaultdict(FileCosts)
     for file, row in costs.items():
         folder = folders[file.split("/")[1]]
@@ -235,7 +235,7 @@ def page(costs: Mapping[str, FileCosts]) -> str:
         "`make test-all` the thorough tests as well. `make test-all PYTEST_ARGS=--write-costs` writes this page, and\n"
         "`make test` with that argument its own figures. A file above ten seconds in the gate has its reason in the\n"
         "last column, which is written by hand.\n\n"
-        f"{date.today():%Y-%m-%d}, {describe_machine()}\n\n"
+        f"{measured}\n\n"
         f"{_FOLDERS_HEADER}"
         + "".join(f"| {name} | {cells(row)}\n" for name, row in dearest(folders))
         + f"\n{_FILES_HEADER}"
