@@ -302,7 +302,7 @@ def test_layers_of_other_classes_are_left_alone(kind: type[Any], config: type[An
     assert fuse_layers(model, KERNELS) == 0 and model.model.layers[0] is layer
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.thorough)])
 def test_numbers_of_tokens_make_no_kernels_of_their_own(name: str) -> None:
     """There is one kernel for a single token, and one for every other number of tokens."""
     model = model_of(name)

@@ -26,6 +26,7 @@ from tests.support.free_ports import free_ports
 from tests.support.gguf_files import gguf_of
 
 
+@pytest.mark.thorough
 def test_a_gguf_file_is_converted_once_and_computes_the_same(
     tmp_path: Path, tiny_model_dir: Callable[[str], Path], reference: Callable[[str], Reference]
 ) -> None:
