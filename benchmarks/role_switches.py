@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from baton.client import AsyncClient, Client
 from baton.errors import BatonError
