@@ -1,47 +1,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from baton import Client
-from common.config.fast_paths import FastPath
+from baton.local_pair import LocalPair
 from tests.client.scripted_inference import ScriptedServer
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
-from tests.support.services_here import pair_here
+from tests.support.running_pair import running_pair
 
 START_BOUND_S = 100.0
 
 
 @pytest.fixture(scope="session")
 def loop() -> Iterator[LoopThread]:
-    """The event loop of the gateways and of the services of `pair`."""
+    """The event loop of the gateways."""
     thread = LoopThread(bound_s=START_BOUND_S)
     yield thread
     thread.close()
 
 
 @pytest.fixture(scope="session")
-def pair(loop: LoopThread, tiny_model_dir: Callable[[str], Path]) -> Iterator[Client]:
-    """A client of the decode service of a real pair, whose model writes reasoning and calls in the Hermes format."""
-    stack = AsyncExitStack()
-
-    async def start() -> str:
-        # Answers are compared more closely than operators and fused kernels agree.
-        settings = {"max_kv_tokens": 8192, "disabled_fast_paths": (FastPath.FUSED_FORWARDS,)}
-        services = pair_here(tiny_model_dir("llama"), decode={"output_format": "hermes"}, **settings)
-        pair = await stack.enter_async_context(services)
-        return pair.decode.address
-
-    try:
-        with Client(loop.run(start())) as client:
-            yield client
-    finally:
-        loop.run(stack.aclose())
+def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[Client]:
+    """A client of the decode service of a real pair, whose model writes reasoning and calls in the Hermes format. The
+    services are processes: tests of other folders, which run meanwhile, share nothing with them.
+    """
+    # Answers are compared more closely than operators and fused kernels agree.
+    shared_args = ["--max-kv-tokens=8192", "--disabled-fast-paths=fused_forwards"]
+    decode_args = ["--output-format=hermes"]
+    with running_pair(
+        tiny_model_dir("llama"), kind=forked, shared_args=shared_args, decode_args=decode_args
+    ) as running:
+        yield running.client
 
 
 @pytest.fixture(scope="session")
