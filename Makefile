@@ -36,7 +36,8 @@ help:
 demo: $(RUNTIME)
 	$(BIN)/baton demo
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Processes that tests start share compiled modules, also where the environment keeps Python from writing them.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV)
 	$(PYTEST) $(PYTEST_ARGS)

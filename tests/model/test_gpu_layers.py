@@ -181,7 +181,7 @@ def test_a_models_layers_are_fused_and_compute_the_same(name: str, dtype: torch.
         check_close(logits_of(model, num_tokens), logits, roundings=10)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_ranks_add_up_inside_the_layers_of_a_cut_model(num_tokens: int) -> None:
     name = "llama with biases"
     expected = logits_of(model_of(name), num_tokens)
@@ -200,7 +200,7 @@ def test_ranks_add_up_inside_the_layers_of_a_cut_model(num_tokens: int) -> None:
             check_close(logits, expected, roundings=10)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_layer_leaves_what_it_is_given_as_it_was(num_tokens: int) -> None:
     """A layer must not change the states it is given, because a draft head keeps them."""
     model = model_of("llama")

@@ -27,6 +27,7 @@ from tests.support.running_pair import wait_until
 
 NewPair = Callable[..., LocalPair]
 STORM = Storm(num_requests=160)
+SHORT = Storm(num_requests=80)
 APART = Setting(overlap=False, speculates=False)
 LENT = Setting(overlap=True, speculates=True, shares_memory=True)
 LOCAL = Setting(overlap=True, speculates=True, prefills_locally=True)
@@ -50,9 +51,9 @@ def cases(models: Models) -> list[Case]:
 @pytest.mark.parametrize(
     ("setting", "plan", "storm"),
     [
-        (Setting(overlap=True, speculates=True), frame_faults(0), STORM),
+        (Setting(overlap=True, speculates=True), frame_faults(0), SHORT),
         pytest.param(APART, faults_everywhere(0, APART), STORM, marks=pytest.mark.thorough),
-        pytest.param(LENT, lent_and_frame_faults(0), Storm(num_requests=80), marks=pytest.mark.thorough),
+        pytest.param(LENT, lent_and_frame_faults(0), SHORT, marks=pytest.mark.thorough),
         pytest.param(LOCAL, faults_everywhere(0, LOCAL), STORM, marks=pytest.mark.thorough),
     ],
     ids=["frames-overlap-drafts", "everywhere", "shared-memory-overlap-drafts", "everywhere-local-prefill"],

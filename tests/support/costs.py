@@ -201,8 +201,16 @@ class TestCosts:
             self._write()
 
     def _write(self) -> None:
-        """Replaces the figures of what ran in the kept table. Rows of files that are gone leave it."""
+        """Replaces the figures of what ran in the kept table, and those of the whole gate if it ran. Rows of files that
+        are gone leave it.
+        """
         costs = {file: kept for file, kept in self._kept.items() if (ROOT / file).exists()}
+        option = self._config.getoption
+        if self._config.args_source is not pytest.Config.ArgsSource.ARGS and not (option("part") or option("keyword")):
+            kinds = {thorough for _, thorough in self._of_files}
+            for row in costs.values():
+                row.gate = Cost() if False in kinds else row.gate
+                row.thorough = Cost() if True in kinds else row.thorough
         for (file, thorough), cost in self._of_files.items():
             row = costs.setdefault(file, FileCosts())
             if thorough:
