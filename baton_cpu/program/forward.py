@@ -25,12 +25,12 @@ from common.draft.head import DraftOutput, HeadProgram
 from common.model.forward_program import ForwardProgram, OnLayerKv, ProgramOutput
 from common.sampling.operators import Largest
 
-_MAX_BUFFERS = 12
-NUM_CALL_WORDS = Call.BUFFERS + 2 * _MAX_BUFFERS
+MAX_BUFFERS = 12
+NUM_CALL_WORDS = Call.BUFFERS + 2 * MAX_BUFFERS
 _ALIGNMENT = 64
 _ITEMS_A_THREAD = 4  # of ATTEND: several, so that threads end together
 _MOST_PARTS = 16  # in an item, so that a long request among short ones is shared by threads
-_MAX_PARTS_BYTES = 64 << 20
+MAX_PARTS_BYTES = 64 << 20
 _COLUMNS = np.array(
     [
         Call.INPUT_IDS,
@@ -163,7 +163,7 @@ class FusedForward:
 
     def __init__(self, decoder: FusedDecoder, team: Team, *, max_tokens: int) -> None:
         program = decoder.program
-        assert len(program.operations) <= team.max_operations and len(program.widths) <= _MAX_BUFFERS
+        assert len(program.operations) <= team.max_operations and len(program.widths) <= MAX_BUFFERS
         self._program, self._decoder = program, decoder
         self._tables = _address(program.operations), _address(program.numbers)
         self._team = team
@@ -315,7 +315,7 @@ class FusedForward:
         num_wanted = _ITEMS_A_THREAD * self._team.num_threads // max(1, len(extend_lens))
         num_groups = max(min(num_parts, num_wanted), -(-num_parts // _MOST_PARTS))
         num_bytes = num_parts * attending.part_bytes(num_queries, attention.head_dim)
-        return (1, 0) if num_groups <= 1 or num_bytes > _MAX_PARTS_BYTES else (num_groups, num_bytes)
+        return (1, 0) if num_groups <= 1 or num_bytes > MAX_PARTS_BYTES else (num_groups, num_bytes)
 
     def _packed_bytes(self, num_tokens: int) -> int:
         attention = self._program.attention
@@ -368,7 +368,7 @@ def _output(program: ForwardProgram, batch: ForwardInput, beside: Tensor) -> Dra
     return DraftOutput(hidden if batch.logits_rows is None else hidden[batch.logits_rows], logits)
 
 
-class _Memory:
+class Memory:
     """Memory of `num_bytes` at `address`, a multiple of 64. It stays allocated as long as this object is referenced."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -381,12 +381,12 @@ class _Room:
     """Memory that grows. Its content is not kept from one use to the next."""
 
     def __init__(self) -> None:
-        self._memory = _Memory(0)
+        self._memory = Memory(0)
 
-    def of(self, num_bytes: int) -> _Memory:
+    def of(self, num_bytes: int) -> Memory:
         """Returns memory of at least `num_bytes`, which later calls may return again."""
         if self._memory.num_bytes < num_bytes:
-            self._memory = _Memory(2 * num_bytes)
+            self._memory = Memory(2 * num_bytes)
         return self._memory
 
 

@@ -39,7 +39,7 @@ from common.model.target import TargetModel
 
 _BITS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
 _CLOSE_TIMEOUT_S = 5.0
-_COMPILE_TIMEOUT_S = 900.0  # compiling takes some 20 s of a core of its own, at low priority
+COMPILE_TIMEOUT_S = 900.0  # compiling takes some 20 s of a core of its own, at low priority
 
 _KERNELS: dict[torch.dtype, Kernel] = {}
 """The kernels that this process has loaded, by the model's dtype."""
@@ -164,12 +164,12 @@ class _NotKept(StartupError):
 def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Check, log: Log) -> None:
     name = str(dtype).removeprefix("torch.")
     directory = kept / f"{kernels_key()}-{name}"
-    give_up_s = time.monotonic() + _COMPILE_TIMEOUT_S
+    give_up_s = time.monotonic() + COMPILE_TIMEOUT_S
 
     def look() -> None:
         check()
         if time.monotonic() > give_up_s:
-            raise StartupError(f"kernels were not compiled within {_COMPILE_TIMEOUT_S:g} s")
+            raise StartupError(f"kernels were not compiled within {COMPILE_TIMEOUT_S:g} s")
 
     def compile_kernels(scratch: Path, out: Path) -> None:
         log.info("compiling_kernels", dtype=name)

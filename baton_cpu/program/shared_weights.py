@@ -20,7 +20,7 @@ from baton_cpu.program.kernel.dot_products import PANEL_WIDTH
 from common.errors import StartupError
 from common.host.memory import require_room, return_freed_memory
 
-_PART_BYTES = 16 << 20  # copied at once: malloc keeps as much for the next part, and the system need not clear it again
+PART_BYTES = 16 << 20  # copied at once: malloc keeps as much for the next part, and the system need not clear it again
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PanelRows:
         """Returns copies of the weight's rows, a few at a time, in their order."""
         num_lanes = self.lanes[1] - self.lanes[0]
         panels = self.panels.flatten(2).view(torch.int32)[:, :, slice(*self.lanes)]
-        in_part = max(1, _PART_BYTES // panels[0].nbytes)
+        in_part = max(1, PART_BYTES // panels[0].nbytes)
         first, last = self.start // num_lanes, -(-self.stop // num_lanes)
         for begin in range(first, last, in_part):
             end = min(begin + in_part, last)

@@ -17,7 +17,7 @@ from common.host.untouched_memory import untouched_zeros
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
-_PART_BYTES = 64 << 20  # of weights, packed between two calls of `check`
+PART_BYTES = 64 << 20  # of weights, packed between two calls of `check`
 
 
 class WeightMemory:
@@ -79,7 +79,7 @@ def _pack(weight: Tensor, target: Tensor, check: Callable[[], None]) -> None:
     whole = num_outputs // PANEL_WIDTH
     steps = weight.contiguous().view(torch.int32)  # a step is moved as one number, several times faster than as two
     panels = target.flatten(2).view(torch.int32).view(*target.shape[:3])
-    in_part = max(1, _PART_BYTES // (PANEL_WIDTH * num_inputs * weight.itemsize))
+    in_part = max(1, PART_BYTES // (PANEL_WIDTH * num_inputs * weight.itemsize))
     for first in range(0, whole, in_part):
         check()
         last = min(first + in_part, whole)

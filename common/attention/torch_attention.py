@@ -16,7 +16,7 @@ from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, L
 from common.attention.fp8_kv import widened
 
 _PADDING_SLOT = 0
-_MAX_SCORE_BYTES = 64 << 20
+MAX_SCORE_BYTES = 64 << 20
 """The size of the scores in float32 that are in memory at once, where PyTorch's operator for attention cannot be used.
 Some three copies of them exist for a moment.
 """
@@ -166,7 +166,7 @@ def weighted_values(
     if sinks is not None:
         sinks = sinks.expand(*batch, num_queries, 1)
     outputs = []
-    num_at_once = max(1, _MAX_SCORE_BYTES // (4 * num_tokens * math.prod(batch)))
+    num_at_once = max(1, MAX_SCORE_BYTES // (4 * num_tokens * math.prod(batch)))
     for first in range(0, num_queries, num_at_once):
         some = slice(first, first + num_at_once)
         scores = (query[..., some, :] @ keys.transpose(-1, -2)).float().mul_(how.scaling)

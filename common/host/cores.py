@@ -24,7 +24,7 @@ from common.host.control_groups import ControlGroup, groups_of
 
 _SPINS = 10_000  # tens of microseconds: longer than the time between two operations of a forward
 _SWITCH_INTERVAL_S = 0.0005  # Python's default, 0.005, is as long as a whole kernel, whose thread then waits
-_ours: set[str] = set()
+ours: set[str] = set()
 """Not empty if this module, and not the service's starter, set SCHED_BATCH in this process."""
 
 
@@ -83,7 +83,7 @@ def wait_for_computing() -> None:
     When they wake they wait for a free core, instead of taking the core of a computing thread.
     """
     if sys.platform == "linux" and _change(os.SCHED_OTHER, os.SCHED_BATCH):
-        _ours.add("waiting")
+        ours.add("waiting")
 
 
 def compute() -> None:
@@ -91,7 +91,7 @@ def compute() -> None:
 
     Does nothing if `wait_for_computing` has not changed the policy in this process.
     """
-    if sys.platform == "linux" and _ours:
+    if sys.platform == "linux" and ours:
         _change(os.SCHED_BATCH, os.SCHED_OTHER)
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from common.host.memory import require_room
 
-_MADV_POPULATE_WRITE = 23  # from mman.h, since Linux 5.14
+MADV_POPULATE_WRITE = 23  # from mman.h, since Linux 5.14
 _POPULATED_BYTES = 1 << 20  # per call: other threads cannot change the process's memory map meanwhile
-_ASKED_BYTES = 64 << 20
+ASKED_BYTES = 64 << 20
 
 
 def untouched_zeros(num_bytes: int, *, in_large_pages: bool = False) -> Tensor:
@@ -52,8 +52,8 @@ def populate(memory: Tensor, check: Callable[[], None]) -> None:
     num_bytes = memory.nbytes
     for start in range(0, num_bytes, _POPULATED_BYTES):
         check()
-        if start % _ASKED_BYTES == 0:
+        if start % ASKED_BYTES == 0:
             require_room(num_bytes - start)
         part = min(_POPULATED_BYTES, num_bytes - start)
-        if madvise(memory.data_ptr() + start, part, _MADV_POPULATE_WRITE) != 0:
+        if madvise(memory.data_ptr() + start, part, MADV_POPULATE_WRITE) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -49,7 +49,7 @@ _NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 _PAGE_BYTES = 4096
 _SEAL = getattr(fcntl, "F_SEAL_SHRINK", 0)  # exists only on Linux, which this module needs
 """The seal that forbids shrinking the memory. A process that reads mapped memory after it shrank would crash."""
-_ANSWER_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 2.0
 _ACCEPT_RETRY_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
 
@@ -237,12 +237,13 @@ class _Door:
                     return
                 continue
             with peer, contextlib.suppress(OSError):
-                if _user_of(peer) == os.geteuid():
-                    peer.settimeout(_ANSWER_TIMEOUT_S)
+                if user_of(peer) == os.geteuid():
+                    peer.settimeout(ANSWER_TIMEOUT_S)
                     socket.send_fds(peer, [b"\0"], [self._file])
 
 
-def _user_of(peer: socket.socket) -> int:
+def user_of(peer: socket.socket) -> int:
+    """Returns the id of the user whose process is at the other end of a UNIX socket."""
     _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
 
@@ -266,10 +267,10 @@ def _asked_for(name: str, directory: Path) -> int:
     Raises OSError, also if the pool cannot be trusted: it belongs to another user, or its memory may shrink.
     """
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_ANSWER_TIMEOUT_S)
+        connection.settimeout(ANSWER_TIMEOUT_S)
         with _reachable(directory, name) as address:
             connection.connect(address)
-        if _user_of(connection) != os.geteuid():
+        if user_of(connection) != os.geteuid():
             raise PermissionError(errno.EPERM, "it is not of this user")
         _, files, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not files:

@@ -129,7 +129,7 @@ def _cut_attention(module: Any, part: Part) -> bool:
         rows = [start + place for start, of in zip(starts, (queries, keys, keys), strict=True) for place in of]
         _keep_outputs(module.qkv_proj, rows)
         _tell_heads(module, heads)
-    _keep_inputs(module.o_proj, queries, part)
+    keep_inputs(module.o_proj, queries, part)
     if getattr(module, "sinks", None) is not None:
         module.sinks = _kept(module.sinks, heads.queries, 0)
     return True
@@ -152,7 +152,7 @@ def _cut_mlp(module: Any, part: Part) -> bool:
     for each in ("gate_proj", "up_proj"):
         if hasattr(module, each):
             _keep_outputs(module.get_submodule(each), columns)
-    _keep_inputs(module.down_proj, columns, part)
+    keep_inputs(module.down_proj, columns, part)
     return True
 
 
@@ -199,7 +199,7 @@ def _keep_outputs(layer: Any, rows: Sequence[int]) -> None:
     layer.out_features = len(rows)
 
 
-def _keep_inputs(layer: Any, columns: Sequence[int], part: Part) -> None:
+def keep_inputs(layer: Any, columns: Sequence[int], part: Part) -> None:
     """Cuts the inputs. The bias is added by the first rank alone, so that the sum has it once."""
     layer.weight = _kept(layer.weight, columns, 1)
     if layer.bias is not None and part.rank != 0:

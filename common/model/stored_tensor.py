@@ -38,7 +38,7 @@ STORED_DTYPES = WEIGHT_DTYPES | {
 }
 """All types of tensors that can be read."""
 _LENGTH_BYTES = 8  # at the start of a file: the length of its header
-_PART_BYTES = 16 << 20  # read at once
+PART_BYTES = 16 << 20  # read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class StoredTensor:
         content = tensor.view(-1).view(torch.uint8).numpy().data
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.start)
-            for begin in range(0, self.num_bytes, _PART_BYTES):
-                part = content[begin : begin + _PART_BYTES]
+            for begin in range(0, self.num_bytes, PART_BYTES):
+                part = content[begin : begin + PART_BYTES]
                 self._fill(part, file)
                 on_read(len(part))
         return tensor
@@ -78,10 +78,10 @@ class StoredTensor:
 
         Raises StartupError if the file is shorter than its header says.
         """
-        buffer = memoryview(bytearray(min(_PART_BYTES, self.num_bytes)))
+        buffer = memoryview(bytearray(min(PART_BYTES, self.num_bytes)))
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.start)
-            for begin in range(0, self.num_bytes, _PART_BYTES):
+            for begin in range(0, self.num_bytes, PART_BYTES):
                 part = buffer[: self.num_bytes - begin]
                 self._fill(part, file)
                 yield part

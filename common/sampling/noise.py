@@ -33,7 +33,8 @@ def _mix64(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31, 64)
 
 
-def _mix32(x: Tensor) -> Tensor:
+def mix32(x: Tensor) -> Tensor:
+    """Mixes the bits of 32-bit integers (any shape): each result depends on all bits of its number, one to one."""
     x = (x ^ _shift_right(x, 16, 32)).mul_(_MIX32_A)
     x ^= _shift_right(x, 15, 32)
     x = x.mul_(_MIX32_B)
@@ -58,7 +59,7 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     """
     low = keys.to(torch.int32).unsqueeze(-1)
     high = (keys >> 32).to(torch.int32).unsqueeze(-1)
-    bits = _mix32(_mix32(token_ids.to(torch.int32) ^ low) + high)
+    bits = mix32(mix32(token_ids.to(torch.int32) ^ low) + high)
     # Read as unsigned, so that the smallest probabilities, which make the largest noise, come from the small patterns
     # that float32 holds exactly; those near 1 round, and stay below it.
     value = bits.to(torch.float32)

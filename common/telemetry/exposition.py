@@ -20,7 +20,7 @@ from common.addresses import host_and_port, is_loopback, why_not_listen
 from common.errors import ConfigError
 from common.rpc.bearer_tokens import is_known, token_in
 
-_HEAD_TIMEOUT_S = 5.0
+HEAD_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0
 _MAX_HEAD_BYTES = 16 << 10
 _MAX_CONNECTIONS = 32
@@ -131,7 +131,7 @@ class _Handler(MetricsHandler):
 
     def _head(self) -> bytes:
         """Reads the head of the request. Returns b"" if it does not arrive in time or is too long."""
-        head, until_s = b"", time.monotonic() + _HEAD_TIMEOUT_S
+        head, until_s = b"", time.monotonic() + HEAD_TIMEOUT_S
         while b"\r\n\r\n" not in head:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or len(head) > _MAX_HEAD_BYTES:

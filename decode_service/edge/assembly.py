@@ -36,7 +36,7 @@ from decode_service.edge.request_checks import ModelLimits
 from decode_service.edge.text.prompts import Prompts
 from decode_service.messages import Command, FinishReason
 
-_CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find a new replica behind a DNS name
+CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find a new replica behind a DNS name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ async def opened_edge(
             max_message_bytes=settings.max_request_bytes,
             max_streams=settings.max_streams,
             max_connections=max_connections(),
-            connection_age_s=_CONNECTION_AGE_S,
+            connection_age_s=CONNECTION_AGE_S,
         ),
         timeline=timeline,
         roles=roles,

@@ -36,12 +36,12 @@ from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
 from decode_service.schedule.waiting_queue import WaitingQueue
 
-_HEADROOM_TOKENS = 16
+HEADROOM_TOKENS = 16
 """Slots that stay free for each row in use when a request gets a row, so that a new request does not soon cause a
 retraction.
 """
 
-_FALLBACK_AFTER_S = 1.0
+FALLBACK_AFTER_S = 1.0
 """For how long no replica must be ready before this service computes requests of any length itself. A replica that has
 lost a call, or was never polled, counts as not ready until its next poll. This is twice the interval of polls, so that
 no long prompt is computed here only because a poll has not come yet.
@@ -152,7 +152,7 @@ class PrefillDispatcher:
         ready before. It is infinite if a replica is ready, or if the service computes only short prompts itself.
         """
         since_s = self._replicas.none_ready_since_s
-        return since_s + _FALLBACK_AFTER_S if self._falls_back and since_s is not None else math.inf
+        return since_s + FALLBACK_AFTER_S if self._falls_back and since_s is not None else math.inf
 
     def update_replicas(self, changed: ReplicasChanged) -> None:
         self._replicas.update(changed, self._clock(), num_outstanding=self._landing.uncomputed_tokens())
@@ -380,7 +380,7 @@ class PrefillDispatcher:
         num_others = self._pool.rows.max_rows - self._pool.num_free_rows + spared.num_rows
         num_spared = spared.num_tokens
         if num_others:
-            num_spared += (num_others + 1) * _HEADROOM_TOKENS
+            num_spared += (num_others + 1) * HEADROOM_TOKENS
         if not stays_home:
             if not req.needs_kv:
                 return self._pool.reserve(0, num_spared=num_spared)

@@ -35,7 +35,7 @@ from common.wire.handoff import PrebuiltBatch
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
 
-_FALLBACK_CHUNK_TOKENS = 256
+FALLBACK_CHUNK_TOKENS = 256
 """The most tokens in a forward while no replica is ready. Computing so many takes longer than reading the model's
 weights from memory, and a CPU's fused forward takes no more at once.
 """
@@ -43,7 +43,7 @@ weights from memory, and a CPU's fused forward takes no more at once.
 
 def local_chunk_tokens(*, local_prefill_tokens: int, prefill_fallback: bool) -> int:
     """Returns the most prompt tokens that one forward of the decode service computes; 0 if it computes no prompts."""
-    return max(local_prefill_tokens, _FALLBACK_CHUNK_TOKENS if prefill_fallback else 0)
+    return max(local_prefill_tokens, FALLBACK_CHUNK_TOKENS if prefill_fallback else 0)
 
 
 @dataclass(slots=True, eq=False)

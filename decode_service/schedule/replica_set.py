@@ -20,7 +20,7 @@ from common.kv.pool import CacheKey
 from common.kv.prefix_tree import PrefixTree
 from decode_service.messages import Replica, ReplicasChanged
 
-_MAX_KNOWN_TOKENS = 1 << 22
+MAX_KNOWN_TOKENS = 1 << 22
 """The most tokens that this service remembers as cached at one replica. Each takes 16 bytes here."""
 
 _EVICTION_COST = 3
@@ -80,7 +80,7 @@ class KnownPrefixes:
         """Notes that the replica will have the tokens of `key` cached. Evicts others if they are more than it keeps."""
         if key is None:
             return
-        lookahead, num_kept = self._tree.lookahead, min(self._max_tokens, _MAX_KNOWN_TOKENS)
+        lookahead, num_kept = self._tree.lookahead, min(self._max_tokens, MAX_KNOWN_TOKENS)
         stop = min(len(key.token_ids) - lookahead, num_kept)
         held = self._tree.hold(key.token_ids, key.namespace, max(stop, 0))
         if (start := held.num_tokens) < stop:

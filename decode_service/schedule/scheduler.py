@@ -68,7 +68,7 @@ from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
 
 _STEP_TIMEOUT_S = 300.0
-_LEFT_TOGETHER = 16
+LEFT_TOGETHER = 16
 """A row's tokens leave its windows in groups of at least this many, because each group costs time."""
 _IDLE_WAIT_S = 0.5
 _WAITING_WAIT_S = 0.05
@@ -119,7 +119,7 @@ def tokens_in_flight(*, num_step_slots: int, max_chunk_tokens: int) -> int:
     A step writes at most `num_step_slots`. While one is launched, another is in flight, and the tokens of one more have
     not left the row's windows. A chunk of a prompt is never in flight with another one.
     """
-    return max(_LEFT_TOGETHER + 3 * num_step_slots, max_chunk_tokens)
+    return max(LEFT_TOGETHER + 3 * num_step_slots, max_chunk_tokens)
 
 
 class DecodeEngine:
@@ -594,7 +594,7 @@ class DecodeEngine:
         if self.pool.windows:
             is_held = self._taker.still_held(begun)
             num_computed = begun.batch.seq_lens_cpu - begun.batch.num_tokens + 1  # at least: the next step reads on
-            self.pool.leave_behind(begun.rows[is_held], num_computed[is_held], at_least=_LEFT_TOGETHER)
+            self.pool.leave_behind(begun.rows[is_held], num_computed[is_held], at_least=LEFT_TOGETHER)
         self._taker.take(step, ahead)
         self._retraction.requeue_left()
         spec_info, speculation = begun.batch.spec_info, step.speculation

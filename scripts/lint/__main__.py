@@ -25,7 +25,7 @@ MODULES = (
     "configuration",
     "engine",
     "invariants",
-    "costs",
+    "tests",
     "stubs",
     "requirements",
     "makefile",

@@ -15,4 +15,3 @@ def children_running(module: str) -> list[int]:
                 if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(int(pid))
     return found
-

@@ -69,7 +69,7 @@ def test_what_a_sandbox_refuses_is_gone_without(name: str, monkeypatch: pytest.M
         refused.append(name)
         raise PermissionError
 
-    monkeypatch.setattr(cores, "_ours", {"waiting"})
+    monkeypatch.setattr(cores, "ours", {"waiting"})
     monkeypatch.setattr(os, name, refuse)
     wait_for_computing()
     compute()
@@ -78,7 +78,7 @@ def test_what_a_sandbox_refuses_is_gone_without(name: str, monkeypatch: pytest.M
 
 def test_a_policy_that_is_not_the_systems_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that is not the system's default was chosen on purpose."""
-    monkeypatch.setattr(cores, "_ours", set())
+    monkeypatch.setattr(cores, "ours", set())
     seen: list[int] = []
 
     def run() -> None:

@@ -131,9 +131,9 @@ def check_any_life_gives_the_oracles_tokens() -> None:
     for seed in range(NUM_LIVES):
         life = RandomLife(seed)
         with (
-            mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1),
-            mock.patch.object(dispatcher, "_FALLBACK_AFTER_S", 0.0),
-            mock.patch.object(local_prefill, "_FALLBACK_CHUNK_TOKENS", CHUNK_TOKENS),
+            mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1),
+            mock.patch.object(dispatcher, "FALLBACK_AFTER_S", 0.0),
+            mock.patch.object(local_prefill, "FALLBACK_CHUNK_TOKENS", CHUNK_TOKENS),
         ):
             scripted = life.live()
         for name, outcome in scripted.outcomes.items():

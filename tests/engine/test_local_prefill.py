@@ -55,8 +55,8 @@ LONG_AFTER_S = 1000.0
 
 @pytest.fixture(autouse=True)
 def _falls_back_at_once_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 0.0)
-    monkeypatch.setattr("decode_service.schedule.local_prefill._FALLBACK_CHUNK_TOKENS", LIMIT)
+    monkeypatch.setattr(dispatcher, "FALLBACK_AFTER_S", 0.0)
+    monkeypatch.setattr("decode_service.schedule.local_prefill.FALLBACK_CHUNK_TOKENS", LIMIT)
 
 
 def degraded(**options: Any) -> ScriptedEngine:
@@ -360,7 +360,7 @@ def test_a_long_prompt_begins_here_only_if_no_replica_is_ready_for_a_while(
     is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short prompts begin at once, and no request fails meanwhile."""
-    monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 1.0)
+    monkeypatch.setattr(dispatcher, "FALLBACK_AFTER_S", 1.0)
     clock = Clock()
     scripted = degraded(clock=clock, replicas=ReplicasChanged((Replica(REPLICA, is_lost),)))
     long = scripted.submit("long", range(1, 30), 3)
@@ -391,7 +391,7 @@ def test_it_is_told_when_and_why_all_prompts_are_computed_here_and_when_no_more(
     """An event tells the edge when the decode service begins to compute all prompts itself, and when it stops. The
     reported load says so too after each step, even without requests. A short loss of the replica shows in neither.
     """
-    monkeypatch.setattr(dispatcher, "_FALLBACK_AFTER_S", 1.0)
+    monkeypatch.setattr(dispatcher, "FALLBACK_AFTER_S", 1.0)
     clock = Clock()
     lost = ReplicasChanged((Replica(REPLICA, False, error=PrefillUnavailable("refused")),))
     ready = ReplicasChanged((Replica(REPLICA, True),))

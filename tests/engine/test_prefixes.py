@@ -53,7 +53,7 @@ def serve(scripted: ScriptedEngine, request_id: str, prompt: Sequence[int], max_
 @broken_by(prefixes.prefix_is_found_and_not_held, "decoded wrongly")
 def check_a_held_prefix_is_not_given_to_another_row() -> None:
     """A running request holds all KV that is cached, and another one needs slots."""
-    with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+    with mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1):
         scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40)
         serve(scripted, "first", PROMPT, 2)
         holder = scripted.submit("holder", PROMPT, 24, cache_salt=SALT)
@@ -444,7 +444,7 @@ def check_waiting_does_not_take_longer_than_what_it_saves() -> None:
 @broken_by(prefixes.kept_chunks_are_not_noticed, "all of it")
 def check_a_prompt_computed_here_is_waited_for_chunk_by_chunk() -> None:
     no_replica = ReplicasChanged((Replica(REPLICA, False),))
-    with mock.patch.object(local_prefill, "_FALLBACK_CHUNK_TOKENS", 32):
+    with mock.patch.object(local_prefill, "FALLBACK_CHUNK_TOKENS", 32):
         scripted = ScriptedEngine(replicas=no_replica, prefill_fallback=True)
     long = scripted.submit("long", (*WAITING, *range(100, 130)), 3, cache_salt=SALT)
     short = scripted.submit("short", (*WAITING, 99), 3, cache_salt=SALT)
@@ -524,7 +524,7 @@ def check_no_more_is_retracted_than_needed() -> None:
     """A request ends with the forward in flight. The others need more slots than it owns, but fewer than it frees
     together with those of its prefix. So none of them may be retracted.
     """
-    with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+    with mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1):
         scripted = ScriptedEngine(max_rows=4, max_kv_tokens=32)
         serve(scripted, "first", range(300, 310), 2)
         growing = [scripted.submit(name, [ord(name)], 10, cache_salt=SALT) for name in "abc"]
@@ -635,7 +635,7 @@ def check_what_is_held_outlives_its_owner() -> None:
     fails, and a third one takes all slots that become free.
     """
     for ending in ("abort", "fail"):
-        with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+        with mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1):
             scripted = ScriptedEngine(max_rows=3, max_kv_tokens=40)
             owner = scripted.submit("owner", PROMPT, 24, cache_salt=SALT)
             scripted.start("owner")
@@ -660,7 +660,7 @@ def check_a_lost_handoff_is_retried_with_what_is_held_then() -> None:
     """
     for then in ("nothing", "is evicted", "grows"):
         clock = Clock()
-        with mock.patch.object(dispatcher, "_HEADROOM_TOKENS", 1):
+        with mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1):
             scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40, clock=clock)
             serve(scripted, "first", PROMPT[:6], 2)
             lost = scripted.submit("lost", (*PROMPT, 50, 51, 52), 8, cache_salt=SALT)

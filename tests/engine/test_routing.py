@@ -272,7 +272,7 @@ def test_no_more_is_known_than_a_replica_can_keep(max_cached: int) -> None:
 def test_what_is_known_takes_bounded_memory_however_much_a_replica_says_it_keeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replica_set, "_MAX_KNOWN_TOKENS", 150)
+    monkeypatch.setattr(replica_set, "MAX_KNOWN_TOKENS", 150)
     router = Router(there("a", max_cached=1 << 60))
     for number in range(1, 20):
         router.send(tokens(number))

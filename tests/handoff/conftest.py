@@ -15,7 +15,7 @@ from tests.handoff.scripted_prefill import BOUND_S
 
 @pytest.fixture(autouse=True)
 def pools_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_pool, "_ANSWER_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr(shared_pool, "ANSWER_TIMEOUT_S", BOUND_S)
 
 
 @pytest.fixture(scope="module")

@@ -251,7 +251,7 @@ class ExploredEngine(ScriptedEngine):
 
 def tokens_leave_one_by_one() -> AbstractContextManager[object]:
     """Lets tokens leave a window one by one within the block, and not in groups."""
-    return mock.patch.object(scheduler, "_LEFT_TOGETHER", 1)
+    return mock.patch.object(scheduler, "LEFT_TOGETHER", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class Scenario:
     lags: bool = False
     at_once: bool = False
     frames_come_apart: bool = False
-    headroom_tokens: int = dispatcher._HEADROOM_TOKENS
+    headroom_tokens: int = dispatcher.HEADROOM_TOKENS
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
     max_window_tokens: int = 0
@@ -305,8 +305,8 @@ class Scenario:
         if self.at_once:
             device.run_pieces_at_once()
         with (
-            mock.patch.object(local_prefill, "_FALLBACK_CHUNK_TOKENS", FALLBACK_CHUNK_TOKENS),
-            mock.patch.object(dispatcher, "_HEADROOM_TOKENS", self.headroom_tokens),
+            mock.patch.object(local_prefill, "FALLBACK_CHUNK_TOKENS", FALLBACK_CHUNK_TOKENS),
+            mock.patch.object(dispatcher, "HEADROOM_TOKENS", self.headroom_tokens),
             tokens_leave_one_by_one(),
         ):
             with building(SamplingState, DraftBacklog) as built:

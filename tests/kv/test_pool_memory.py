@@ -88,13 +88,13 @@ def test_populating_ends_between_two_parts(pool: KvPool) -> None:
 
 
 def test_populating_tells_what_the_system_cannot(pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untouched_memory, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(untouched_memory, "MADV_POPULATE_WRITE", 9999)
     with pytest.raises(OSError, match="Invalid argument"):
         pool.populate(lambda: None)
 
 
 def test_populating_ends_where_others_have_taken_what_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untouched_memory, "_ASKED_BYTES", 4 << 20)
+    monkeypatch.setattr(untouched_memory, "ASKED_BYTES", 4 << 20)
     memory = untouched_memory.untouched_zeros(16 << 20)
     rooms = iter([16 << 20, 12 << 20, (8 << 20) - 1])
     monkeypatch.setattr("common.host.memory.available_bytes", lambda: next(rooms))

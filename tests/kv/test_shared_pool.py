@@ -37,7 +37,7 @@ BOUND_S = 30.0
 
 @pytest.fixture(autouse=True)
 def pools_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_pool_module, "_ANSWER_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr(shared_pool_module, "ANSWER_TIMEOUT_S", BOUND_S)
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_an_answer_without_memory_is_a_refusal(tmp_path: Path, answer: Callable[
 
 
 def test_who_never_answers_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_pool_module, "_ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(shared_pool_module, "ANSWER_TIMEOUT_S", 0.01)
     name, is_over = "baton-kv-" + "1" * 32, threading.Event()
     with lying(tmp_path / name, lambda peer: is_over.wait(BOUND_S)):
         with pytest.raises(PoolUnusable, match="timed out"):
@@ -249,7 +249,7 @@ def test_a_pool_of_another_user_is_neither_mapped_nor_given_nor_swept(
     monkeypatch.setattr(os, "geteuid", lambda: other_user)
     with pytest.raises(PoolUnusable, match="not of this user"):
         mapped_from(tmp_path, shared_pool.name)
-    monkeypatch.setattr(shared_pool_module, "_user_of", lambda peer: other_user if is_the_door(peer) else -1)
+    monkeypatch.setattr(shared_pool_module, "user_of", lambda peer: other_user if is_the_door(peer) else -1)
     with pytest.raises(PoolUnusable, match="refused"):
         mapped_from(tmp_path, shared_pool.name)
     assert sweep(tmp_path) == 0

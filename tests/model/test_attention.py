@@ -280,7 +280,7 @@ def test_numbers_are_rounded_to_the_nearest_and_what_is_no_number_stays_none() -
     "layer", ["all of them", *(pytest.param(layer, marks=thorough) for layer in ("a soft cap", "sinks"))]
 )
 def test_scores_are_computed_for_some_queries_at_a_time(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_attention, "_MAX_SCORE_BYTES", 4 * HEADS[0] * 300)
+    monkeypatch.setattr(torch_attention, "MAX_SCORE_BYTES", 4 * HEADS[0] * 300)
     for lens in ROWS.values():
         check_all("torch", rows_of(lens), layer)
 

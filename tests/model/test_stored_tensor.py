@@ -60,7 +60,7 @@ def test_a_type_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_loading_a_model_tells_how_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_tensor, "_PART_BYTES", 1000)
+    monkeypatch.setattr(stored_tensor, "PART_BYTES", 1000)
     directory = save_tiny_model(tmp_path, "llama")
     num_bytes = sum(stored.num_bytes for stored in read_header(directory / "model.safetensors").values())
     told: list[tuple[int, int]] = []

@@ -82,12 +82,12 @@ def test_biases_are_added_once(tmp_path: Path) -> None:
 def test_a_module_that_is_cut_wrongly_ends_the_start(
     tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_inputs = cutting._keep_inputs
+    keep_inputs = cutting.keep_inputs
 
     def keep_later_ones(layer: Any, columns: Sequence[int], part: Part) -> None:
         keep_inputs(layer, [(column + 1) % layer.in_features for column in columns], part)
 
-    monkeypatch.setattr(cutting, "_keep_inputs", keep_later_ones)
+    monkeypatch.setattr(cutting, "keep_inputs", keep_later_ones)
     errors = load_parts(tiny_model_dir("llama"), 2)
     assert any("computes something else" in str(error) for error in errors), errors
     assert not any(isinstance(each, TargetModel) for each in errors)

@@ -146,7 +146,7 @@ def test_noise_is_standard_gumbel_and_finite() -> None:
 def test_the_upper_tail_of_the_noise_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 1,000 smallest bit patterns give the largest noise, and each of them gives its own quantile."""
     patterns = torch.arange(1000, dtype=torch.int32)
-    monkeypatch.setattr(noise, "_mix32", lambda x: patterns.expand(1, -1).clone())
+    monkeypatch.setattr(noise, "mix32", lambda x: patterns.expand(1, -1).clone())
     drawn = gumbel_noise(torch.zeros(1, dtype=torch.int64), patterns)[0].double()
     expected = -torch.log(-torch.log1p(-(patterns.double() + 0.5) / 2**32))
     assert torch.allclose(drawn, expected, atol=1e-5)

@@ -21,7 +21,7 @@ from tests.support.services_here import BOUND_S, serving_here
 async def test_a_connection_is_replaced_after_its_age(
     tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "_CONNECTION_AGE_S", 0.1)
+    monkeypatch.setattr(assembly, "CONNECTION_AGE_S", 0.1)
     settings = DecodeSettings(
         model=str(tiny_model_dir("llama")), dtype="float32", num_threads=1, max_kv_tokens=4096, listen=free_address()
     )

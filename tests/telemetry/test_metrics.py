@@ -217,7 +217,7 @@ def test_clients_that_send_no_request_keep_nobody_out(
     """More clients connect than may be connected at a time. A silent one is closed after its time-out, or earlier to
     make room for another.
     """
-    monkeypatch.setattr(exposition, "_HEAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(exposition, "HEAD_TIMEOUT_S", 1.0)
     with MetricsServer("127.0.0.1:0", registry) as server, ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), BOUND_S)) for _ in range(100)]
         for each in slow:

@@ -20,7 +20,7 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.uint8]]:
 
     made: list[NDArray[np.uint8]] = []
 
-    class Guarded(forward_module._Memory):
+    class Guarded(forward_module.Memory):
         def __init__(self, num_bytes: int) -> None:
             super().__init__(num_bytes + _GUARD_BYTES)
             self.num_bytes = num_bytes
@@ -29,6 +29,6 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.uint8]]:
             guard[:] = 7
             made.append(guard)
 
-    monkeypatch.setattr(forward_module, "_Memory", Guarded)
+    monkeypatch.setattr(forward_module, "Memory", Guarded)
     monkeypatch.setattr(forward_module._Room, "of", lambda _, num_bytes: Guarded(num_bytes))
     return made

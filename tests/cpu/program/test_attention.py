@@ -180,7 +180,7 @@ def test_the_numbers_are_the_same_bits_whoever_computes_them(num_new: int, monke
                 _, states, _ = program.forward(batch)
                 assert states is not None
                 seen.append(states[:num_new])
-    monkeypatch.setattr("baton_cpu.program.forward._MAX_PARTS_BYTES", 0)
+    monkeypatch.setattr("baton_cpu.program.forward.MAX_PARTS_BYTES", 0)
     with attention.program() as program:
         _, states, _ = program.forward(alone)
     assert states is not None

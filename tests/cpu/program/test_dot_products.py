@@ -76,7 +76,7 @@ def test_a_weight_is_packed_in_parts_of_whole_panels(dtype: torch.dtype, monkeyp
     """The last panel is not full. `check` is called before each part, so that packing can be stopped."""
     weight = torch.randn((7 * PANEL_WIDTH + 3, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
     at_once, checks = packed(weight, WeightMemory(), lambda: None), list[None]()
-    monkeypatch.setattr(weights, "_PART_BYTES", 3 * PANEL_WIDTH * 6 * dtype.itemsize)
+    monkeypatch.setattr(weights, "PART_BYTES", 3 * PANEL_WIDTH * 6 * dtype.itemsize)
     assert torch.equal(packed(weight, WeightMemory(), lambda: checks.append(None)), at_once)
     assert len(checks) == 3 and at_once.count_nonzero() == weight.count_nonzero()
     outputs = at_once.transpose(1, 2).flatten(0, 1).flatten(1)

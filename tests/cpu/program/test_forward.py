@@ -192,7 +192,7 @@ def test_the_models_forwards_are_the_programs_and_show_progress_layer_by_layer(
 
 def test_a_program_that_cannot_be_made_leaves_no_thread(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = _decoder(model)
-    monkeypatch.setattr("baton_cpu.program.forward._MAX_BUFFERS", 0)
+    monkeypatch.setattr("baton_cpu.program.forward.MAX_BUFFERS", 0)
     before = set(threading.enumerate())
     with pytest.raises(AssertionError):
         new_forwards([decoder], num_threads=2, max_tokens=1)

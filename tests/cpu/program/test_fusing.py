@@ -189,7 +189,7 @@ def test_damaged_kernels_are_compiled_again(model_dir: Path, kernels: Kernels, t
 def test_a_compiler_that_takes_too_long_is_given_up(
     model: TargetModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusing, "_COMPILE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(fusing, "COMPILE_TIMEOUT_S", 0.0)
     kernels.on_compile = lambda on_wait: on_wait()
     assert fuse_beside(model) == ["compiling_kernels", "fused_forward_failed"]
 

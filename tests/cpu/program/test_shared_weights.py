@@ -25,7 +25,7 @@ from tests.model.paged_model import PagedModel
 @pytest.fixture(params=["whole", "in parts"])
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in parts":
-        monkeypatch.setattr(shared_weights, "_PART_BYTES", 1)
+        monkeypatch.setattr(shared_weights, "PART_BYTES", 1)
 
 
 @pytest.mark.usefixtures("parts")
