@@ -1,19 +1,23 @@
 """Runs the tests that docs/field_rules.md names, and prints each of its rules with their result.
 
 python -m scripts.field_rules            run the tests; exit 1 if one failed or did not run
-python -m scripts.field_rules --list     print the tests and run none
+python -m scripts.field_rules --list     print the tests and what runs them, and run none
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.costs import command_for
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "field_rules.md"
@@ -58,15 +62,31 @@ class _Results:
             self.passed.add(report.nodeid)
 
     def of(self, test: str) -> str:
-        def cases(of: set[str]) -> int:
-            return sum(case == test or case.startswith((f"{test}[", f"{test}::")) for case in of)
-
-        if num_failed := cases(self.failed):
+        if num_failed := len(_cases_of(test, self.failed)):
             return f"FAILED ({num_failed})"
-        num_passed, num_skipped = cases(self.passed), cases(self.skipped)
+        num_passed, num_skipped = len(_cases_of(test, self.passed)), len(_cases_of(test, self.skipped))
         if not num_passed:
             return f"SKIPPED ({num_skipped})" if num_skipped else "NOT RUN"
         return f"passed ({num_passed})"
+
+
+class _Marks:
+    """A pytest plugin that records which test cases there are, and which of them are thorough."""
+
+    def __init__(self) -> None:
+        self.is_thorough: dict[str, bool] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            self.is_thorough[item.nodeid] = item.get_closest_marker("thorough") is not None
+
+    def commands_of(self, test: str) -> str:
+        kinds = {self.is_thorough[case] for case in _cases_of(test, self.is_thorough)}
+        return ", ".join(command_for(test.partition("::")[0], thorough=kind) for kind in sorted(kinds)) or "NOT THERE"
+
+
+def _cases_of(test: str, cases: Iterable[str]) -> list[str]:
+    return [case for case in cases if case == test or case.startswith((f"{test}[", f"{test}::"))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,16 +95,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the tests and run none")
     options = parser.parse_args(arguments)
     rules = rules_in(PAGE.read_text())
-    tests = list(dict.fromkeys(test for rule in rules for test in rule.tests))
+    tests = [str(ROOT / test) for test in dict.fromkeys(test for rule in rules for test in rule.tests)]
+    pytest_args = ["-q", "-m", "not gpu", f"--rootdir={ROOT}", *tests]
     if options.list:
-        print("\n".join(tests))
-        return 0
+        marks = _Marks()
+        with redirect_stdout(io.StringIO()):
+            status = int(pytest.main([*pytest_args, "--collect-only"], plugins=[marks]))
+        print("| rule | test | run by |\n|---|---|---|")
+        for rule in rules:
+            for test in rule.tests:
+                print(f"| {rule.number} | `{test}` | {marks.commands_of(test)} |")
+        return status
     results = _Results()
-    status = int(
-        pytest.main(
-            ["-q", "-m", "not gpu", f"--rootdir={ROOT}", *(str(ROOT / test) for test in tests)], plugins=[results]
-        )
-    )
+    status = int(pytest.main(pytest_args, plugins=[results]))
     print("| rule | test | result |\n|---|---|---|")
     outcomes = [(rule, test, results.of(test)) for rule in rules for test in rule.tests]
     for rule, test, outcome in outcomes:

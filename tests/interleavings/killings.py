@@ -16,6 +16,7 @@ from tests.engine.checks import runs_in
 from tests.engine.mutants import batches
 from tests.engine.mutants.kinds import Mutant
 from tests.interleavings.catalogue import CAUGHT_BY, NO_ORDER_HAS, AnyScenario, marks_of
+from tests.support.costs import command_for
 
 _TESTS = Path(__file__).parents[1]
 _INVARIANTS = _TESTS.parent / "docs" / "invariants.md"
@@ -82,7 +83,8 @@ def main() -> None:
     for killing in killings():
         name = killing.mutant.__name__
         rule = rules.get("forgetful" if "_forgets_" in name else name, "")
-        print(f"| {name} | {rule} | {killing.test} | {'make test-all' if killing.is_thorough else 'make test'} |")
+        command = command_for(killing.test.partition("::")[0], thorough=killing.is_thorough)
+        print(f"| {name} | {rule} | {killing.test} | {command} |")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,14 @@ def part_of_files(costs: Mapping[str, float], num_parts: int) -> dict[str, int]:
     return part_of
 
 
+def command_for(file: str, *, thorough: bool, num_parts: int = 8) -> str:
+    """Returns the command that runs the gate's tests of a file or its thorough ones: `make test`, or that of a part."""
+    if not thorough:
+        return "make test"
+    costs = {name: row.thorough.seconds for name, row in kept_costs().items() if row.thorough.tests or name == file}
+    return f"make test-all PART={part_of_files(costs, num_parts)[file]}/{num_parts}"
+
+
 def _file_of(item: pytest.Item) -> str:
     return item.path.relative_to(ROOT).as_posix()
 
