@@ -36,7 +36,8 @@ help:
 demo: $(RUNTIME)
 	$(BIN)/baton demo
 
-# Processes that tests start share compiled modules, also where the environment keeps Python from writing them.
+# Three processes keep two cores busy, since tests wait for services. They share compiled modules, also where the
+# environment keeps Python from writing any: each of the hundreds of programs that tests start would compile them anew.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV)

@@ -12,8 +12,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class HeldPorts:
-    """Free ports of loopback. On Linux no process is given one of them while they are held; one may still ask for it by
-    its number.
+    """Free ports of loopback. On Linux the system gives none of them, while they are held, to a process that asks for
+    any port; a process may still ask for one by its number.
 
     A socket that does not listen is bound to each. A server can listen on the port all the same, again and again, if it
     sets SO_REUSEADDR, as servers of gRPC and asyncio do. Elsewhere such a socket would be in its way, so the ports are
@@ -22,18 +22,18 @@ class HeldPorts:
 
     def __init__(self, count: int, *, taken: Collection[int] = ()) -> None:
         """Ports in `taken` are left out: other processes are about to listen on them."""
-        bound = []
+        bound: list[int] = []
+        self.release = weakref.finalize(self, _close, bound)
         numbers: list[int] = []
         while len(numbers) < count:
-            held = socket.socket()
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((LOOPBACK, 0))
-            number = held.getsockname()[1]
-            bound.append(held.detach())
+            with socket.socket() as held:
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                held.bind((LOOPBACK, 0))
+                number = held.getsockname()[1]
+                bound.append(held.detach())
             if number not in taken:
                 numbers.append(number)
         self.numbers = tuple(numbers)
-        self.release = weakref.finalize(self, _close, bound)
         if sys.platform != "linux":
             self.release()
 

@@ -12,10 +12,12 @@ import argparse
 import ast
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,28 +128,35 @@ def fails(copy: Path, tests: set[str], *arguments: str) -> bool:
         named.write("\n".join(sorted(tests)))
         named.flush()
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", *arguments]
-        try:
-            status = subprocess.run(
-                [*command, f"@{named.name}"],
-                check=False,
-                cwd=copy,
-                env={**os.environ, "PYTHONPATH": str(copy)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=MAX_SECONDS,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return True
+        with subprocess.Popen(
+            [*command, f"@{named.name}"],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as running:
+            try:
+                status = running.wait(MAX_SECONDS)
+            except subprocess.TimeoutExpired:
+                return True
+            finally:
+                with suppress(ProcessLookupError):  # its processes too, which may hang
+                    os.killpg(running.pid, signal.SIGKILL)
     return status not in (0, 5)
 
 
 def killer(copy: Path, mutation: Mutation, tests: set[str]) -> str:
-    """Tries a change. Returns "gate", "thorough" or "no". A test that fails without the change too kills nothing."""
+    """Tries a change. Returns "gate", "thorough", "no", or "not reached" if no test reaches its line. A test that fails
+    without the change too kills nothing.
+    """
+    if not tests:
+        return "not reached"
     path = copy / mutation.file
     source = path.read_text()
     for name, selection in (("gate", "not gpu and not thorough"), ("thorough", "thorough and not gpu")):
         path.write_text(mutation.applied_to(source))
-        is_seen = tests and fails(copy, tests, "-m", selection)
+        is_seen = fails(copy, tests, "-m", selection)
         path.write_text(source)
         if is_seen and not fails(copy, tests, "-m", selection, "--last-failed"):
             return name
@@ -165,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     data = CoverageData(str(options.coverage))
     data.read()
-    killed = {"gate": 0, "thorough": 0, "no": 0}
+    killed = {"gate": 0, "thorough": 0, "no": 0, "not reached": 0}
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "copy"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(copy), "HEAD"], cwd=ROOT, check=True)

@@ -47,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support.costs import TestCosts
 
         config.pluginmanager.register(TestCosts(config))
+    elif config.getoption("part") or config.getoption("write_costs"):
+        raise pytest.UsageError("--part and --write-costs need psutil")
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
 

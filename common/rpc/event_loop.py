@@ -28,7 +28,7 @@ class EventLoop(asyncio.SelectorEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         if isinstance(fd, socket.socket) and _is_grpcs(callback):
-            super().add_reader(fd, partial(_take_all, fd, partial(callback, *args)))
+            super().add_reader(fd, partial(_handle_each, fd, partial(callback, *args)))
         else:
             super().add_reader(fd, callback, *args)
 
@@ -44,11 +44,12 @@ def _is_grpcs(callback: Callable[..., Any]) -> bool:
     return type(getattr(function, "__self__", function)).__module__ == _GRPC_MODULE
 
 
-def _take_all(wakes: socket.socket, handle: Callable[[], Any]) -> None:
+def _handle_each(wakes: socket.socket, handle: Callable[[], Any]) -> None:
     """Calls `handle`, which reads one byte and handles what has completed by then, once for each byte that has come.
 
-    Each loop of a process that uses gRPC is woken by the same socket. Another loop may have taken any of the bytes
-    since this one was told of them. It then handles what these were for.
+    Each loop of a process that uses gRPC is woken by the same socket, so another loop may have taken bytes, and handled
+    what they stood for, since this one was told of them. No byte is read here: one that stands for what completes
+    meanwhile would be lost.
     """
     with suppress(BlockingIOError):
         for _ in wakes.recv(_MOST_BYTES, socket.MSG_PEEK):

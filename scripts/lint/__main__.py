@@ -11,27 +11,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 
-from scripts.lint.problem import Problem
+from scripts.lint.problem import ROOT, Problem
 
-MODULES = (
-    "field_rules",
-    "links",
-    "commands",
-    "operations",
-    "configuration",
-    "engine",
-    "invariants",
-    "tests",
-    "stubs",
-    "requirements",
-    "makefile",
-    "watching",
-    "compose",
-    "kubernetes",
+MODULES = sorted(
+    module.name
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)])
+    if module.name not in ("__main__", "exports", "pages", "problem")
 )
 """The modules of this folder with rules: public functions that take nothing and return an Iterator[Problem]."""
 
@@ -47,13 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_problems = num_rules = 0
     for module in chosen or MODULES:
         rules = _rules_of(importlib.import_module(f"scripts.lint.{module}"))
+        assert rules, f"{module} has no rule"
         num_rules += len(rules)
         for rule in rules:
-            for problem in rule():
+            for problem in _problems_of(rule):
                 print(f"{problem} [{module}.{rule.__name__}]")
                 num_problems += 1
     print(f"{num_rules} rules, {num_problems} problems")
     return 1 if num_problems else 0
+
+
+def _problems_of(rule: Rule) -> Iterator[Problem]:
+    """Yields what a rule reports. A rule that raises has found something that it did not expect."""
+    try:
+        yield from rule()
+    except Exception as error:
+        traceback.print_exc()
+        yield Problem(ROOT, 0, f"{type(error).__name__}: {error}")
 
 
 def _rules_of(module: ModuleType) -> list[Rule]:

@@ -47,7 +47,7 @@ def problem_of(command: str) -> str:
         return _problem_of_make(rest)
     if program == "baton":
         return _problem_of_baton(rest)
-    if program in ("python", "python3") and rest[:1] == ["-m"]:
+    if program in ("python", "python3") and rest[:1] == ["-m"] and rest[1:]:
         return _problem_of_module(rest[1], rest[2:])
     return ""
 

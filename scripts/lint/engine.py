@@ -188,4 +188,4 @@ def names_of_devices(source: str) -> list[int]:
 
 
 def _is_device_name(name: str) -> bool:
-    return any(word in name.lower() for word in ("cuda", "non_blocking", "current_stream", "is_pinned"))
+    return any(word in name.lower() for word in ("cuda", "current_stream", "is_pinned"))

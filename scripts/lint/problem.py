@@ -40,7 +40,8 @@ def unequal(path: Path, what: str, found: object, wanted: object) -> Iterator[Pr
     it shows only what differs.
     """
     if isinstance(found, dict) and isinstance(wanted, dict):
-        differing = [key for key in (*found, *wanted) if found.get(key) != wanted.get(key)]
+        absent = object()
+        differing = [key for key in {**found, **wanted} if found.get(key, absent) != wanted.get(key, absent)]
         found, wanted = ({key: each[key] for key in differing if key in each} for each in (found, wanted))
     if found != wanted:
         yield Problem(path, 0, f"{what}: {found!r}, not {wanted!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from scripts.lint.problem import ROOT, Problem, line_of
+from scripts.lint.problem import ROOT, Problem, line_of, set_apart
 from tests.support.costs import MAX_GATE_SECONDS, TABLE, read_table
 
 TESTS = ROOT / "tests"
@@ -20,6 +20,13 @@ def a_dear_file_has_its_reason() -> Iterator[Problem]:
     for file, row in read_table(text).items():
         if row.gate.seconds > MAX_GATE_SECONDS and not row.reason:
             yield Problem(TABLE, line_of(text, file), f"{file} costs {row.gate.seconds:g} s in the gate: why?")
+
+
+def every_file_has_its_cost() -> Iterator[Problem]:
+    """The parts and the limit of ten seconds go by the table."""
+    files = {path.relative_to(ROOT).as_posix() for path in TESTS.rglob("test_*.py")}
+    with_costs = {file for file in files if not file.startswith("tests/gpu/")}
+    yield from set_apart(TABLE, "file", set(read_table(TABLE.read_text())), with_costs)
 
 
 def no_private_name_is_replaced() -> Iterator[Problem]:

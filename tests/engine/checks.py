@@ -80,6 +80,7 @@ def runs_in(namespace: Mapping[str, Any]) -> Iterator[Run]:
             continue
         noted = vars(check)
         breaches, marks = noted.get("breaches", ()), tuple(noted.get("pytestmark", ()))
+        assert all(breach.only in ("", *noted.get("cases", ())) for breach in breaches), f"{name}: no such case"
         if "cases" not in noted:
             yield Run(name, check, breaches, marks)
         for case, value in noted.get("cases", {}).items():

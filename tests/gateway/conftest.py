@@ -26,8 +26,10 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture(scope="session")
 def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[Client]:
-    """A client of the decode service of a real pair, whose model writes reasoning and calls in the Hermes format. The
-    services are processes: tests of other folders, which run meanwhile, share nothing with them.
+    """A client of the decode service of a real pair, whose model writes reasoning and calls in the Hermes format.
+
+    The services are processes of their own: they live until the last test, and tests of other folders replace parts of
+    engines in the test's process.
     """
     # Answers are compared more closely than operators and fused kernels agree.
     shared_args = ["--max-kv-tokens=8192", "--disabled-fast-paths=fused_forwards"]

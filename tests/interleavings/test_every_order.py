@@ -10,7 +10,6 @@ from tests.interleavings.catalogue import EXHAUSTIVE, SOME_ORDER_HAS, AnyScenari
 from tests.interleavings.explorer import explore, shorten
 
 
-@pytest.mark.timeout(600)  # hundreds of lives of an engine
 @pytest.mark.parametrize("scenario", each(EXHAUSTIVE))
 def test_every_order(scenario: AnyScenario) -> None:
     report = explore(scenario.program)

@@ -229,7 +229,6 @@ def test_who_never_answers_is_not_waited_for(tmp_path: Path, monkeypatch: pytest
         is_over.set()
 
 
-@pytest.mark.timeout(20)
 def test_what_is_no_socket_is_neither_waited_for_nor_removed(tmp_path: Path) -> None:
     fifo, file = (tmp_path / ("baton-kv-" + digit * 32) for digit in "01")
     os.mkfifo(fifo)

@@ -13,7 +13,6 @@ import pytest
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(420)  # 15 s on idle cores
 def test_some_kernels_compile_for_each_target_and_fit_it(tmp_path: Path) -> None:
     """Compiles in another process, since Triton's interpreter is active in this one. That process's command fails if a
     kernel does not fit.

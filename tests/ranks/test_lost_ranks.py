@@ -45,7 +45,6 @@ def follower_of(pid: int) -> psutil.Process:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)  # 50 s on idle cores: two services start, and one of them twice
 def test_a_stopped_rank_is_noticed_and_a_killed_one_ends_the_service(pair: RunningPair) -> None:
     (decode,) = pair.processes.decode
     rank = follower_of(decode.pid)

@@ -73,7 +73,6 @@ def token_ids_of(choices: Sequence[Any]) -> tuple[int, ...]:
     return tuple(token_id for choice in choices for token_id in choice.token_ids)
 
 
-@pytest.mark.timeout(300)
 def test_greedy_answers_have_the_tokens_and_the_text_of_the_grpc_client(pair: LocalPair, gateway: GatewayHere) -> None:
     counts = []
     with Client(pair.decode_addresses[0]) as client:
@@ -93,7 +92,6 @@ def readme_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", readme_blocks(), ids=lambda block: re.search(r"from (\w+)", block)[1])
 def test_what_the_readme_shows_works(
     block: str, pair: LocalPair, gateway: GatewayHere, capsys: pytest.CaptureFixture[str]

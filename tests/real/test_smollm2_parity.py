@@ -55,7 +55,6 @@ def test_short_outputs_are_the_committed_tokens(model_dir: Path, prompts: Prompt
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
 def test_a_tree_in_one_process_sixteen_at_once_with_overlap(
     drafted: Drafted, reference: Reference, prompts: Prompts, make_pair: MakePair
 ) -> None:
@@ -75,7 +74,6 @@ def test_a_tree_in_one_process_sixteen_at_once_with_overlap(
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
 def test_a_chain_over_grpc_between_two_processes_alone_in_chunks_of_512_without_overlap(
     model_dir: Path, reference: Reference, prompts: Prompts, forked: Callable[..., LocalPair]
 ) -> None:

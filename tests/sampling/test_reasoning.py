@@ -243,7 +243,6 @@ def test_where_nothing_spells_the_rest_of_the_end_marker_it_comes_anew() -> None
     assert made.closing == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
-@pytest.mark.timeout(10)
 def test_an_end_marker_that_never_comes_forces_what_leads_back_to_the_same_place() -> None:
     tokens, usual = (
         [b"a", b"b", b"ab", b"bX", b"c"],

@@ -43,13 +43,18 @@ class Cost:
 
 @dataclass
 class FileCosts:
+    """What the tests of a file cost that the gate runs, and those that only `make test-all` runs.
+
+    `reason` says why a dear file is in the gate.
+    """
+
     gate: Cost = field(default_factory=Cost)
     thorough: Cost = field(default_factory=Cost)
     reason: str = ""
 
 
 def read_table(text: str) -> dict[str, FileCosts]:
-    """Returns the costs by file. Raises ValueError for a row that is none."""
+    """Returns the costs by file. Raises ValueError, which names the file, for a row with another number of cells."""
     costs: dict[str, FileCosts] = {}
     for row in _ROW.finditer(text):
         cells = [cell.strip() for cell in row["cells"].split("|")]
@@ -61,6 +66,7 @@ def read_table(text: str) -> dict[str, FileCosts]:
 
 
 def kept_costs() -> dict[str, FileCosts]:
+    """Returns the costs by file of the table in the repository, or none where there is no table."""
     return read_table(TABLE.read_text()) if TABLE.exists() else {}
 
 
@@ -133,7 +139,7 @@ class TestCosts:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keeps the tests of the part, and puts the dearest files first: two processes that each take whole files then
+        """Keeps the tests of the part, and puts the dearest files first: processes that each take whole files then
         finish at nearly the same time. The order of tests within a file stays.
         """
         if part_of_n := config.getoption("part"):
@@ -182,19 +188,16 @@ class TestCosts:
             self._of_files[file, thorough].seconds += seconds
         self._seconds_outside += output.get("seconds_outside", 0.0)
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
         if not self._of_files:
             return
         folders: dict[str, Cost] = defaultdict(Cost)
         files: dict[str, float] = defaultdict(float)
-        for (file, thorough), cost in self._of_files.items():
+        for (file, _), cost in self._of_files.items():
             folder = folders[file.split("/")[1]]
             folder.tests += cost.tests
             folder.seconds += cost.seconds
             files[file] += cost.seconds
-            kept = self._kept.get(file)
-            if not thorough and cost.seconds > MAX_GATE_SECONDS and not (kept and kept.reason):
-                terminalreporter.write_line(f"{file}: above {MAX_GATE_SECONDS:g} s in the gate, without a reason")
         terminalreporter.section("processor seconds by folder")
         for name, cost in sorted(folders.items(), key=lambda entry: -entry[1].seconds):
             terminalreporter.write_line(f"{cost.seconds:8.1f}  {cost.tests:6} tests  {name}")
@@ -205,7 +208,11 @@ class TestCosts:
         terminalreporter.section(f"the {_NUM_SLOWEST} files with most processor seconds")
         for file, seconds in sorted(files.items(), key=lambda entry: -entry[1])[:_NUM_SLOWEST]:
             terminalreporter.write_line(f"{seconds:8.1f}  {file}")
-        if self._config.getoption("write_costs"):
+        for (file, thorough), cost in self._of_files.items():
+            kept = self._kept.get(file)
+            if not thorough and cost.seconds > MAX_GATE_SECONDS and not (kept and kept.reason):
+                terminalreporter.write_line(f"{file}: above {MAX_GATE_SECONDS:g} s in the gate, without a reason")
+        if self._config.getoption("write_costs") and exitstatus == pytest.ExitCode.OK:
             self._write()
 
     def _write(self) -> None:
@@ -213,8 +220,8 @@ class TestCosts:
         are gone leave it.
         """
         costs = {file: kept for file, kept in self._kept.items() if (ROOT / file).exists()}
-        option = self._config.getoption
-        if self._config.args_source is not pytest.Config.ArgsSource.ARGS and not (option("part") or option("keyword")):
+        is_narrowed = any(map(self._config.getoption, ("part", "keyword", "lf", "ignore", "deselect")))
+        if self._config.args_source is not pytest.Config.ArgsSource.ARGS and not is_narrowed:
             kinds = {thorough for _, thorough in self._of_files}
             for row in costs.values():
                 row.gate = Cost() if False in kinds else row.gate

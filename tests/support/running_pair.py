@@ -112,9 +112,9 @@ def running_pair(
 @contextmanager
 def stopped(*services: ServiceProcess) -> Iterator[None]:
     """Stops the services (SIGSTOP) within the block. Their connections stay open, and they are silent."""
-    for service in services:
-        os.kill(service.pid, signal.SIGSTOP)
     try:
+        for service in services:
+            os.kill(service.pid, signal.SIGSTOP)
         yield
     finally:
         for service in services:
