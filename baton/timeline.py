@@ -98,8 +98,11 @@ def record_timelines(
 
     try:
         return asyncio.run(record_all())
-    except* BatonError as failures:
-        raise failures.exceptions[0] from None
+    except ExceptionGroup as failures:  # `except*` of Python 3.11.2 raises a group again
+        told, others = failures.split(BatonError)
+        if told is None or others is not None:
+            raise
+        raise told.exceptions[0] from None
 
 
 async def _record(

@@ -14,7 +14,7 @@ from tests.client.scripted_inference import ScriptedServer, delta, finished, sta
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE_SERVICES = Path(__file__).with_name("fake_services")
-BOUND_S = 20.0
+BOUND_S = 60.0
 
 
 @pytest.fixture(autouse=True)

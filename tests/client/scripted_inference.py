@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServicer):

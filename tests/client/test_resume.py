@@ -308,7 +308,7 @@ def test_closing_ends_the_wait_for_the_next_call(server: ScriptedServer, monkeyp
     request = inference_pb2.GenerateRequest(text="Hi")
     raised: list[errors.BatonError] = []
     with closing(BlockingServers(server.address)) as servers:
-        generation = Generation(request, timeout_s=None, resume_timeout_s=100.0, jitter=jitter)
+        generation = Generation(request, timeout_s=None, resume_timeout_s=10 * BOUND_S, jitter=jitter)
         stream = EventStream(generation, servers)
 
         def read() -> None:

@@ -27,7 +27,7 @@ from tests.decode_edge.children import children_running
 from tests.decode_edge.edge_under_test import believed
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, grammars_of, vocab_size
 
-BOUND_S = 30.0
+BOUND_S = 60.0
 SMALL = Grammar(GrammarKind.REGEX, "ab")
 SLOW = Grammar(
     GrammarKind.JSON_SCHEMA,
@@ -77,7 +77,7 @@ class HeldUp(Grammars):
 async def compiler_of(grammars: Grammars, **limits: Any) -> AsyncIterator[GrammarCompiler]:
     async with (
         GrammarTrials(grammars.vocabulary, limits=replace(LIMITS, **limits)) as trials,
-        GrammarCompiler(grammars, trials.try_out) as compiler,
+        GrammarCompiler(grammars, trials.try_out, max_wait_s=BOUND_S) as compiler,
     ):
         yield compiler
 

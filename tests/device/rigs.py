@@ -15,7 +15,7 @@ from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Device, Event, Scope, Stream
 from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 SOON_S = 0.01
 _CUDA_HOLD_CYCLES = 1_000_000_000
 

@@ -18,7 +18,7 @@ from common.device.stream import StreamKind
 from common.host import cores
 from common.host.cores import compute, wait_for_computing
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 def policies(work: Callable[[SimpleQueue[int]], object]) -> list[int]:

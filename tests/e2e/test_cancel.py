@@ -13,7 +13,15 @@ from baton.client import EventStream
 from baton.events import Delta
 from baton.local_pair import LocalPair
 from baton.server_info import InferenceLoad
-from benchmarks.cancellation import CHUNK_TOKENS, NEW_TOKENS, PROMPT_TOKENS, CancellationRig, Phase, cancellation_rig
+from benchmarks.cancellation import (
+    CHUNK_TOKENS,
+    NEW_TOKENS,
+    NUM_TRIES,
+    PROMPT_TOKENS,
+    CancellationRig,
+    Phase,
+    cancellation_rig,
+)
 from tests.support.running_pair import BOUND_S, RunningPair, is_empty, wait_until
 
 TIMEOUTS_S = (1.0, 4.0, 16.0)
@@ -46,8 +54,10 @@ def loads_until_free(pair: RunningPair) -> list[InferenceLoad]:
     return loads
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_dropping_the_stream_frees_both_sides(rig: CancellationRig, phase: Phase) -> None:
+def steps_of_a_dropped_request(rig: CancellationRig, phase: Phase) -> tuple[int, int]:
+    """Brings a request into the phase, closes its stream, and waits until both services hold nothing. Returns how many
+    steps decode and prefill have made for it.
+    """
     before: list[tuple[int, int]] = []
     streams = rig.catch(
         phase, on_try=lambda: before.append((rig.pair.load().num_steps, rig.pair.prefill_load().num_steps))
@@ -60,15 +70,25 @@ def test_dropping_the_stream_frees_both_sides(rig: CancellationRig, phase: Phase
 
     after_the_drop = next(load for load in loads if load.num_running == 0)
     assert loads[-1].num_steps - after_the_drop.num_steps <= 2
-    num_steps = rig.pair.load().num_steps - steps_before
-    num_prefill_steps = rig.pair.prefill_load().num_steps - prefill_steps_before
-    match phase:
-        case Phase.PREFILLING:
-            assert num_prefill_steps < PROMPT_TOKENS // CHUNK_TOKENS, "prefill went on to the end"
-        case Phase.TRANSFERRING:
-            assert num_steps == 0, "decode went on"
-        case Phase.DECODING | Phase.QUEUED:
-            assert num_steps < NEW_TOKENS - 1, "decode went on to the end"
+    return rig.pair.load().num_steps - steps_before, rig.pair.prefill_load().num_steps - prefill_steps_before
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_dropping_the_stream_frees_both_sides(rig: CancellationRig, phase: Phase) -> None:
+    """On a busy machine the phase may be over before the stream is closed, so it may take several tries to stop it."""
+    for _ in range(NUM_TRIES):
+        num_steps, num_prefill_steps = steps_of_a_dropped_request(rig, phase)
+        match phase:
+            case Phase.PREFILLING:
+                was_stopped = num_prefill_steps < PROMPT_TOKENS // CHUNK_TOKENS
+            case Phase.TRANSFERRING:
+                was_stopped = num_steps == 0
+            case Phase.DECODING | Phase.QUEUED:
+                was_stopped = num_steps < NEW_TOKENS - 1
+        if was_stopped:
+            break
+    else:
+        raise AssertionError(f"{phase.value} went on to the end, {NUM_TRIES} times")
     assert len(rig.pair.client.complete(token_ids=[10, 11], max_tokens=2, ignore_eos=True).token_ids) == 2
 
 

@@ -20,7 +20,7 @@ from decode_service.schedule.request import Request
 
 GROUP = LayerGroupSpec("target", num_layers=4, num_planes=2, num_heads=8, head_dim=64, dtype="bfloat16")
 NUM_TOKENS = 1024
-BOUND_S = 20.0
+BOUND_S = 60.0
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from gateway.limits import HttpLimits
 from gateway.server import GatewayServer
 from tests.support.loop_thread import LoopThread
 
-BOUND_S = 30.0
+BOUND_S = 60.0
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
 

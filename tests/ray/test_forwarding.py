@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from baton_ray.forwarding import Forwarder
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: a\r\ntransfer-encoding: chunked\r\n\r\n"
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -21,7 +21,7 @@ from baton_ray.directory import Announcement
 from baton_ray.service import Exchange, Service
 from tests.client.scripted_inference import ScriptedInference, ScriptedServer
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 TOKEN = "a-token-of-the-test"
 
 

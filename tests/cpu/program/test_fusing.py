@@ -21,7 +21,7 @@ from common.model.target import TargetModel
 from common.service.work_beside import Work, WorkBeside, new_fusing
 from tests.model.paged_model import PagedModel
 
-BOUND_S = 20.0
+BOUND_S = 60.0
 
 
 class NoForward:
