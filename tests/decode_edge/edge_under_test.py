@@ -35,7 +35,7 @@ from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.edge.text.prompts import Prompts
 from decode_service.messages import FinishReason, Replica, ReplicasChanged, Tokens
-from tests.decode_edge.fake_engine import FakeEngine
+from tests.decode_edge.fake_engine import BOUND_S, FakeEngine
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, vocab_size
 
 SERVICE = INFERENCE_SERVICE
@@ -105,6 +105,7 @@ async def running_edge(
     serves_alone: bool = False,
     tells_tenants_apart: bool = False,
     max_prompt_logprob_bytes: int = MAX_PROMPT_LOGPROB_BYTES,
+    client_stall_timeout_s: float = BOUND_S,
     **texts: Any,
 ) -> AsyncIterator[Edge]:
     """Runs a decode edge in front of a fake engine. `texts` are further arguments of Prompts."""
@@ -144,7 +145,7 @@ async def running_edge(
         replicas=replicas,
         instance_id="this process",
         observer=observer,
-        client_stall_timeout_s=0.2,
+        client_stall_timeout_s=client_stall_timeout_s,
         matchers=MatchersHere(
             new_matcher=compiler.matcher, replay=prompts.replay, vocab_size=limits_of_model.vocab_size
         ),

@@ -8,14 +8,16 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
+from common.errors import RequestCancelled
 from common.request_stats import Timings
+from common.rpc.errors import abort_with
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.rpc.tls import channel_credentials, server_credentials
 from common.service.server import ServerLimits
@@ -405,3 +407,14 @@ async def test_a_request_that_cannot_be_parsed_is_refused_by_name(edge: Edge) ->
         call = edge.channel.unary_stream(method)(b"\x12\x02\xff\xfe\xff")
         refused = await error_of(call)
         assert refused == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", {"field": "request"})
+
+
+async def test_a_stream_whose_status_cannot_be_sent_beside_a_write_is_reset() -> None:
+    """gRPC resets the stream of a handler that ends by CancelledError, and leaves others open for ever."""
+
+    class WriteInProgress:
+        async def abort(self, *_status: object) -> None:
+            raise grpc.aio.InternalError("Failed grpc_call_start_batch: 8")
+
+    with pytest.raises(asyncio.CancelledError):
+        await abort_with(cast("Any", WriteInProgress()), RequestCancelled("the client read nothing"))
