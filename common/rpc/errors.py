@@ -72,18 +72,17 @@ def status_of(error: BatonError) -> status_pb2.Status:
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
-    """Ends the call with the status of `error`. Raises CancelledError, which resets the stream, if that takes longer
-    than STATUS_TIMEOUT_S, or if a write that was given up is still in progress: gRPC sends no status beside it.
+    """Ends the call with the status of `error`. Raises CancelledError if that takes longer than STATUS_TIMEOUT_S.
 
-    Both are for a peer that reads nothing, and so does not take the status either. gRPC keeps a few KiB for its stream
-    until the connection ends.
+    The timeout is for a peer that reads nothing, and so does not take the status either. gRPC keeps a few KiB for its
+    stream until the connection ends.
     """
     status = rpc_status.to_status(status_of(error))
     trailing_metadata = tuple(status.trailing_metadata or ())
     try:
         async with asyncio.timeout(STATUS_TIMEOUT_S):
             await context.abort(status.code, status.details or "", trailing_metadata)
-    except (TimeoutError, grpc.aio.InternalError):
+    except TimeoutError:
         raise asyncio.CancelledError from None
     raise AssertionError("abort returned")
 

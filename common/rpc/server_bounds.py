@@ -88,6 +88,7 @@ class StreamLimit(grpc.aio.ServerInterceptor):
             client = self._client_of(context)
             taken_s = await self._take(method, client, context)
             try:
+                await _begin(context)
                 await serve(requests, context)
             finally:
                 self._places[method].give_back(client, taken_s)
@@ -96,6 +97,7 @@ class StreamLimit(grpc.aio.ServerInterceptor):
             client = self._client_of(context)
             taken_s = await self._take(method, client, context)
             try:
+                await _begin(context)
                 async for response in serve(requests, context):
                     yield response
             finally:
@@ -118,6 +120,13 @@ class StreamLimit(grpc.aio.ServerInterceptor):
         except Full as full:
             message = f"{len(places)} streams of {method} are open"
             await abort_with(context, Overloaded(message, retry_after_s=full.retry_after_s))
+
+
+async def _begin(context: Context) -> None:
+    """Sends the head of an answer before its first message. gRPC would send both at once, and a status that comes while
+    they wait for a reader would send the head again, which gRPC refuses: the stream would stay open without a status.
+    """
+    await context.send_initial_metadata(())
 
 
 class BoundedRequests(grpc.aio.ServerInterceptor):

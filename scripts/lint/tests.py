@@ -30,7 +30,9 @@ def every_file_has_its_cost() -> Iterator[Problem]:
 
 
 def no_private_name_is_replaced() -> Iterator[Problem]:
-    """What tests replace with `setattr` or `mock.patch.object` is public, so that who changes it knows of them."""
+    """Tests replace only public names with `setattr` and `mock.patch.object`. Whoever changes a public name looks for
+    those who use it.
+    """
     for path in sorted(TESTS.rglob("*.py")):
         if path.is_relative_to(MUTANTS):
             continue

@@ -27,6 +27,7 @@ from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.kv.shared_kv import PoolTicket, runs_of, slots_of
 from common.kv.shared_pool import MappedPool, PoolLayout, PoolUnusable, SharedPool, sweep
+from tests.support.open_files import open_files
 
 TARGET = LayerGroupSpec("target", num_layers=3, num_planes=2, num_heads=2, head_dim=4, dtype="bfloat16")
 DRAFT = LayerGroupSpec("draft", num_layers=1, num_planes=2, num_heads=1, head_dim=3, dtype="float32")
@@ -281,10 +282,10 @@ def test_it_asks_for_room_before_it_takes_any(
 
 @pytest.mark.parametrize(("num_slots", "place"), [(1 << 50, "."), (NUM_SLOTS, "missing")], ids=["room", "directory"])
 def test_where_there_is_none_it_is_an_error_that_leaves_nothing(num_slots: int, place: str, tmp_path: Path) -> None:
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(OSError):
         SharedPool(groups=GROUPS, num_slots=num_slots, directory=tmp_path / place)
-    assert len(os.listdir("/proc/self/fd")) == num_open and not list(tmp_path.iterdir())
+    assert open_files() <= before and not list(tmp_path.iterdir())
 
 
 def test_a_directory_whose_path_is_longer_than_a_sockets_may_be_will_do(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from common.model.part import MemberLost
 from common.ranks import leader, process_group
 from common.ranks.leader import Ranks, have_answered, load_together
 from common.service.runtime import open_runtime
+from tests.support.open_files import open_files
 
 CPU = torch.device("cpu")
 
@@ -72,15 +72,6 @@ def test_a_service_loads_on_its_device_and_lets_all_ranks_compute_as_its_setting
     assert entered == ["load"]
     assert (tmp_path / "notes").read_text() == "[True, True]"
     assert all(switch.allow_tf32 for switch in switches)
-
-
-def open_files() -> set[str]:
-    """Returns what this process has open. A descriptor that another thread closes meanwhile is left out."""
-    opened = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            opened.add(str(entry.readlink()))
-    return opened
 
 
 @pytest.mark.parametrize("what", ["socket", "store"])

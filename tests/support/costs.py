@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass
 class FileCosts:
-    """What the tests of a file cost that the gate runs, and those that only `make test-all` runs.
+    """The costs of a file's tests: of those that the gate runs, and of those that only `make test-all` runs.
 
     `reason` says why a dear file is in the gate.
     """
