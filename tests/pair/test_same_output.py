@@ -229,7 +229,9 @@ def test_output_is_the_same_in_every_mode(
     assert pair.decode.load().num_retractions == sum(each.num_retractions for each in timings)
     if "decode_tokens" in others:
         assert pair.decode.load().num_retractions > 0
-        assert all(each.num_handoff_attempts == each.num_retractions + 1 for each in timings)
+        num_spared = {each.num_retractions + 1 - each.num_handoff_attempts for each in timings}
+        # The step in flight, which still carries a request that gave way, may end it.
+        assert num_spared <= ({0, 1} if others.get("overlap", True) else {0})
     num_local = sum(each.num_handoff_attempts == 0 for each in timings)
     if "prefill_fallback" in others:
         assert num_local == len(REQUESTS)
