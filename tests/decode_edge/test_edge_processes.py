@@ -328,7 +328,6 @@ async def test_several_edges_are_one_service(tmp_path: Path, log: list[dict[str,
         assert not edge_pids()
 
 
-@pytest.mark.thorough
 async def test_an_edge_that_is_behind_or_whose_clients_leave(
     tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
