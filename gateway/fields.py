@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import jiter
@@ -291,6 +292,7 @@ SCHEMAS = "#/components/schemas/"
 """Where the schemas of `body_schema` refer to each other, as in an OpenAPI document."""
 
 
+@cache
 def body_schema(kind: type[RequestFields]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the JSON schema of the bodies that `parse_fields` takes for `kind`, and the schemas that it refers to, by
     name.

@@ -185,13 +185,15 @@ class GrammarTrials:
         """Compiles a grammar in the child process, and returns how many bytes it takes there. One call at a time.
 
         Raises GrammarRefused for a grammar that is not served or exceeds the limits, and ChildFailed if the child
-        process does not work. If the caller is cancelled, the process is killed.
+        process does not work or gets too little time. If the caller is cancelled, the process is killed.
         """
         command = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
         try:
             status, content = await (await self._usable_process()).ask(command)
         except ChildEnded:  # the process may have ended before the request reached it
             status, content = await (await self._usable_process()).ask(command)
+        if status == protocol.LATE:
+            raise ChildFailed(content.decode())
         if status != DONE:
             raise GrammarRefused(content.decode())
         return int(content)

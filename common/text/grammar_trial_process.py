@@ -3,7 +3,8 @@
 A grammar is written by a client, and its compilation can take long, need much memory, or crash. So each one is tried in
 a forked copy of this process with limits of its own; if it exceeds them, only the copy is killed. Requests are JSON
 (see `common.host.answering`). The first one is a vocabulary and the limits; its answer is DONE. Each later one is a
-grammar. Its answer is DONE with the number of bytes that the compiled grammar takes, or FAILED with the reason.
+grammar. Its answer is DONE with the number of bytes that the compiled grammar takes, FAILED with the reason, or LATE if
+the machine had too little time for the trial.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _NICENESS = 10
 """Beside a computing thread on the same core, a trial gets a tenth of its time. So those who send many new grammars
 hardly slow other clients' forwards, and a trial still ends in time.
 """
+LATE = 2
 _TOO_LARGE = "needs more memory to compile than a grammar may"
 
 
@@ -98,7 +100,10 @@ def _tried(grammars: Grammars, grammar: Grammar, limits: Limits) -> tuple[int, b
     _, status = os.waitpid(pid, 0)
     if answer and status == 0:
         return answer[0], answer[1:]
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM):
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if ended_by == signal.SIGALRM:
+        return LATE, f"the machine did not compile it within {limits.timeout_s:g} s".encode()
+    if ended_by == signal.SIGPROF:
         return FAILED, f"takes more than {limits.cpu_s:g} s of the processor to compile".encode()
     return FAILED, _TOO_LARGE.encode()
 

@@ -107,8 +107,13 @@ async def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_is_comp
         assert grammar not in grammars
         await compiler.matcher(Grammar(GrammarKind.REGEX, "cd"))
         assert trial_pids() == [pid]
-    async with compiler_of(grammars, cpu_s=60.0) as compiler:  # it is the limits that it was refused for
-        await compiler.matcher(grammar)
+    grammars.matcher(grammar)  # it is the limits that it was refused for
+
+
+async def test_a_trial_that_lacks_time_because_the_machine_is_busy_is_no_fault_of_the_grammar() -> None:
+    async with compiler_of(grammars_of(byte_level()), timeout_s=0.01) as compiler:
+        with pytest.raises(Overloaded, match=r"the machine did not compile it within 0\.01 s"):
+            await compiler.matcher(SLOW)
 
 
 async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end() -> None:

@@ -99,7 +99,7 @@ def random_logits(num_rows: int, seed: int = 0, vocab_size: int = VOCAB) -> Tens
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@pytest.mark.parametrize("rules", [CUTS, RULES], ids=["cuts", "rules"])
+@pytest.mark.parametrize("rules", [pytest.param(CUTS, id="cuts", marks=thorough), pytest.param(RULES, id="rules")])
 def test_it_draws_the_same_tokens(rules: dict[str, dict[str, Any]]) -> None:
     sampling = requests(list(rules.values()))
     check_same(*both(random_logits(len(sampling)), sampling, positions=(5, 6)))

@@ -27,7 +27,7 @@ from tests.support.running_pair import wait_until
 
 NewPair = Callable[..., LocalPair]
 STORM = Storm(num_requests=160)
-SHORT = Storm(num_requests=80)
+SHORT = Storm(num_requests=48)
 APART = Setting(overlap=False, speculates=False)
 LENT = Setting(overlap=True, speculates=True, shares_memory=True)
 LOCAL = Setting(overlap=True, speculates=True, prefills_locally=True)
