@@ -8,6 +8,7 @@ of the prefill service.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 WORST_PRIORITY = 100
@@ -31,11 +32,11 @@ class Ageing:
         """
         return arrived_s + priority * self.step_s
 
-    def level(self, priority: int, *, waited_s: float, best: int) -> int:
-        """Returns the priority that a request has after it has waited for `waited_s` seconds. Waiting does not make it
-        better than `best`.
+    def level(self, due_s: float, *, now_s: float, best: int) -> int:
+        """Returns the priority that waiting has made of that of a request which is due at `due_s`. Waiting does not
+        make it better than `best`.
         """
-        return max(best, priority - int(waited_s / self.step_s))
+        return max(best, math.ceil((due_s - now_s) / self.step_s))
 
 
 DEFAULT_AGEING = Ageing(step_s=10.0)

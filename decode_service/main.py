@@ -236,10 +236,10 @@ def _on_step(metrics: EngineMetrics, process: Process) -> OnStep:
     return on_step
 
 
-def client_weights(settings: DecodeSettings) -> dict[str, float] | None:
-    """Returns the weights of clients for the engine, or None if clients take turns by requests."""
+def client_weights(settings: DecodeSettings) -> dict[str, float]:
+    """Returns the weights of clients for the engine."""
     pairs = [text.rpartition("=") for text in settings.tenant_weights]
-    return {OTHERS if name == OTHERS else tenant_key(name): float(weight) for name, _, weight in pairs} or None
+    return {OTHERS if name == OTHERS else tenant_key(name): float(weight) for name, _, weight in pairs}
 
 
 def new_engine(
@@ -261,6 +261,7 @@ def new_engine(
                 prefill_timeout_s=settings.prefill_timeout_s,
                 best_priority=settings.best_priority,
                 client_weights=client_weights(settings),
+                reclaim_after_s=settings.reclaim_after_s,
                 on_step=on_step,
                 deliver=deliver,
             )

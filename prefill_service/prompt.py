@@ -27,8 +27,9 @@ class PromptPhase(Enum):
 class Prompt:
     """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
-    Prompts are served in the order of `due_s`, which common/priority.py explains, and those that are due at one time in
-    the order of their arrival.
+    `due_s` is when the prompt is due by its priority, which waiting makes `best_level` at best (common/priority.py).
+    `tag` is its place among those of one level, in tokens (`PromptLives.in_turn`). A prompt for whose KV another one
+    waits has that one's, where they are better.
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
     cache. `num_kept_tokens` counts those whose KV was found in the cache or left there; while the prompt is queued,
@@ -42,6 +43,7 @@ class Prompt:
     row: HandoffRow
     arrived_s: float
     due_s: float
+    best_level: int
     is_traced: bool = False
     phase: PromptPhase = PromptPhase.QUEUED
     lease: RowLease | None = None
@@ -50,12 +52,17 @@ class Prompt:
     awaited: AwaitedKv | None = None
     matcher: Matcher | None = None
     started_s: float = 0.0
+    tag: int = 0
     token_ids: NDArray[np.int64] = field(init=False)  # those of `row`
     cache_key: CacheKey | None = field(init=False)  # None if the prompt uses no cache
 
     def __post_init__(self) -> None:
         self.token_ids = np.array(self.row.token_ids, np.int64)
         self.cache_key = None if self.row.cache_salt is None else CacheKey(self.token_ids, self.row.cache_salt)
+
+    @property
+    def client(self) -> str:
+        return self.row.client
 
     @property
     def num_tokens(self) -> int:

@@ -184,6 +184,7 @@ class PrefillRow(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """0 for the first"""
@@ -199,6 +200,10 @@ class PrefillRow(_message.Message):
     """
     priority: _builtins.int
     """Rows with a lower number are computed earlier: the request's priority, made better by the time that it has waited."""
+    client: _builtins.str
+    """Whom the row is for, in the decode service's words. Of rows of one priority, each client's first is computed before
+    any client's second. At most 256 characters.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -221,10 +226,11 @@ class PrefillRow(_message.Message):
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str | None = ...,
         priority: _builtins.int = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "deadline_unix_ms", b"deadline_unix_ms", "num_held_tokens", b"num_held_tokens", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "client", b"client", "deadline_unix_ms", b"deadline_unix_ms", "num_held_tokens", b"num_held_tokens", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015

@@ -198,7 +198,9 @@ class DecodeSettings(ServiceSettings):
     best_priority: Annotated[int, Field(ge=-WORST_PRIORITY, le=0)] = 0
     """Lowest, so best, priority that a request may ask for; below 0, requests may overtake those of others."""
     tenant_weights: Weights = ()
-    """NAME=WEIGHT of tenants that share by tokens, with commas, *=WEIGHT for others; unset: clients take turns."""
+    """NAME=WEIGHT of tenants that share the service, with commas, *=WEIGHT for others; unset: clients share equally."""
+    reclaim_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """A client that waits this long takes rows and slots of requests of clients that hold more; 0: never."""
     local_prefill_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most tokens left of a prompt that decode computes itself; 0: none; unset: 128 on a CPU, 0 on a GPU."""
     prefill_fallback: bool = False

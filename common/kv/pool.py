@@ -443,6 +443,24 @@ class KvPool:
         num_free = self.num_free_slots + self._num_coming(leases)
         return int(self._missing(rows, num_tokens).sum()) > num_free or self._lacks_windows(rows, num_tokens, leases)
 
+    def has_room(
+        self, num_tokens: int, *, num_cached: int, num_rows: int, num_spared: int, leaving: Sequence[RowLease]
+    ) -> bool:
+        """Returns whether `num_rows` rows would be free, one of them for `num_tokens` tokens, if the rows `leaving` and
+        those in quarantine were free. The first `num_cached` of the tokens need no slots, and `num_spared` slots must
+        be left.
+        """
+        leases = [*leaving, *self._quarantined.values()]
+        rows = [lease.row for lease in leases]
+        return (
+            num_rows <= self.rows.num_free + len(rows)
+            and num_tokens - num_cached + num_spared <= self.num_free_slots + self._num_coming(leases)
+            and all(
+                window.may_promise(num_tokens, num_spared, num_more=window.num_promised(rows))
+                for window in self.windows.values()
+            )
+        )
+
     def _lacks_windows(
         self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64], leaving: Sequence[RowLease] = ()
     ) -> bool:

@@ -111,14 +111,15 @@ class WindowSlots:
         """Returns how many slots `promise` would promise. Shapes: both [B]."""
         return int(self._missing(rows, num_tokens).sum())
 
-    def may_promise(self, num_tokens: int, num_spared: int) -> bool:
-        """Whether a new row of `num_tokens` may be promised its slots.
+    def may_promise(self, num_tokens: int, num_spared: int, *, num_more: int = 0) -> bool:
+        """Whether a new row of `num_tokens` may be promised its slots if `num_more` slots were promised no more.
 
         `num_spared` slots must then be left for others, or as many as all rows together may still be promised.
         """
         needed = min(num_tokens, self.row_slots)
-        num_growing = self.row_slots * (len(self._promised) - 1) - self._num_promised - needed  # row 0 is padding
-        return needed + min(num_spared, num_growing) <= self.num_unpromised
+        num_promised = self._num_promised - num_more
+        num_growing = self.row_slots * (len(self._promised) - 1) - num_promised - needed  # row 0 is padding
+        return needed + min(num_spared, num_growing) <= self.num_slots - num_promised
 
     def num_promised(self, rows: Iterable[int]) -> int:
         """Returns how many slots are promised to `rows`."""

@@ -22,7 +22,7 @@ from common.sampling.params import (
     SPELLINGS_PER_BAD_WORD,
     ResolvedSampling,
 )
-from common.wire.handoff import MAX_CACHE_SALT_CHARS, HandoffRow
+from common.wire.handoff import MAX_CACHE_SALT_CHARS, MAX_CLIENT_CHARS, HandoffRow
 
 _EDGE_ONLY = (
     "stop",
@@ -52,6 +52,7 @@ def encode_row(row: HandoffRow) -> prefill_pb2.PrefillRow:
         traceparent=row.traceparent,
         cache_salt=row.cache_salt,
         priority=row.priority,
+        client=row.client,
     )
 
 
@@ -85,6 +86,7 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         "priority",
         f"{message.priority} is not in -{WORST_PRIORITY}..{WORST_PRIORITY}",
     )
+    require(len(message.client) <= MAX_CLIENT_CHARS, "client", f"has more than {MAX_CLIENT_CHARS} characters")
     return HandoffRow(
         request_id=peer_text(message.request_id),
         attempt=message.attempt,
@@ -97,6 +99,7 @@ def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
         traceparent=message.traceparent,
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         priority=message.priority,
+        client=message.client,
     )
 
 

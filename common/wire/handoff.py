@@ -23,6 +23,7 @@ from common.telemetry.timeline import FLOW
 MAX_CALL_ROWS = 1024
 MAX_ROW_TOKENS = 1 << 20
 MAX_CACHE_SALT_CHARS = 128
+MAX_CLIENT_CHARS = 256
 
 Payload = bytes | NDArray[np.uint8]
 WriteKv = Callable[[NDArray[np.uint8]], None]
@@ -59,6 +60,7 @@ class HandoffRow:
 
     `cache_salt` names the namespace of the prefix cache that the row uses; "" is the common one. If it is None, the row
     neither uses cached KV nor leaves any. `priority` is what the request's had become by waiting until the handoff.
+    `client` names who shares the services with others.
     """
 
     request_id: str
@@ -72,6 +74,7 @@ class HandoffRow:
     num_held_tokens: tuple[tuple[str, int], ...] = ()
     cache_salt: str | None = None
     priority: int = 0
+    client: str = ""
 
     @property
     def num_held(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
-from common.kv.pool import KvPool, RowLease
+from common.kv.pool import CacheKey, KvPool, RowLease
 from common.prompts.awaited_kv import AwaitedKv, awaited_kv
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
@@ -34,6 +34,7 @@ from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
+from decode_service.schedule.shares import Shares
 from decode_service.schedule.waiting_queue import WaitingQueue
 
 HEADROOM_TOKENS = 16
@@ -73,6 +74,21 @@ class _Spared:
         self.num_tokens += num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Short:
+    """The first request in turn that lacks a row or slots. Of its `num_tokens` tokens those need none that the prefix
+    cache has for `key`; `is_received` says whether the others come from a replica. `num_spared_rows` rows and
+    `num_spared` slots must be left after it.
+    """
+
+    req: Request
+    num_tokens: int
+    key: CacheKey | None
+    is_received: bool
+    num_spared_rows: int
+    num_spared: int
+
+
 class PrefillDispatcher:
     """Hands waiting requests to prefill replicas and handles the results. Only the engine thread calls it.
 
@@ -82,6 +98,7 @@ class PrefillDispatcher:
     ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
     come. A refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer
     wait. If a request was refused or waits for KV, none after it in turn gets the row and the slots that it will need.
+    After `hand_off` `short` is the request that it found to lack a row or slots, if any: none after that one started.
 
     A request waits while much of its KV is on its way for another one. Then it gets a row that shares that KV, and asks
     for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to no replica: `local`
@@ -98,12 +115,14 @@ class PrefillDispatcher:
         *,
         pool: KvPool,
         waiting: WaitingQueue,
+        shares: Shares,
         landing: LandingZone,
         lives: Lives,
         local: LocalPrefill,
         replicas: ReplicaSet,
         local_prefill_tokens: int,
         prefill_fallback: bool,
+        reclaim_after_s: float,
         max_attempts: int,
         unavailable_timeout_s: float,
         clock: Callable[[], float],
@@ -121,11 +140,14 @@ class PrefillDispatcher:
         self._post = post
         self._fail = fail
         self._waiting = waiting
+        self._shares = shares
+        self._reclaim_after_s = reclaim_after_s
         self._lives = lives
         self._replicas = replicas
         self._is_degraded = False
         self._looked_s = -math.inf  # when the queue was looked at last
         self._was_short_of_slots = False  # at that look
+        self.short: Short | None = None
         self._seen: tuple[int, ...] | None = None  # the changes that the last look at the queue knew
         self._look_again_s = 0.0  # when the queue is looked at even if nothing has changed
         self._call_numbers = itertools.count()
@@ -239,16 +261,18 @@ class PrefillDispatcher:
         """
         now_s = self._clock()
         self._update_degraded(now_s)
+        self.short = None
         if not self._waiting:
             self._was_short_of_slots = False
+            self._shares.rest()
             return
         if self._seen == self._changes() and now_s < self._look_again_s:
             return
         self._excuse_waiting(now_s)
+        self._shares.look(self._lives.holding, now_s)
         by_replica: dict[str, list[Request]] = {}
         spared = _Spared()
         num_outstanding: Counter[str] | None = None
-        is_short = False
         for req in self._waiting.in_turn(now_s):
             if req.not_before_s > now_s:
                 spared.add(len(req.token_ids))
@@ -267,8 +291,8 @@ class PrefillDispatcher:
                 spared.add(len(req.token_ids) - awaited.num_tokens)
                 continue
             lease = self._reserve(req, spared, stays_home=stays_home)
-            if lease is None:
-                is_short = True
+            if isinstance(lease, Short):
+                self.short = lease
                 break
             if stays_home:
                 self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
@@ -290,9 +314,11 @@ class PrefillDispatcher:
         for replica, reqs in by_replica.items():
             for start in range(0, len(reqs), MAX_CALL_ROWS):
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
-        self._looked_s, self._was_short_of_slots = now_s, is_short
+        self._looked_s, self._was_short_of_slots = now_s, self.short is not None
         self._seen = self._changes()  # those who fail now may leave room to others
         self._look_again_s = min(self._fail_overdue(now_s), now_s + _LOOK_INTERVAL_S)
+        if self.short is not None and now_s < (reclaim_s := self.short.req.since_s + self._reclaim_after_s):
+            self._look_again_s = min(self._look_again_s, reclaim_s)
         if self._degraded_from_s > now_s:
             self._look_again_s = min(self._look_again_s, self._degraded_from_s)
 
@@ -369,24 +395,27 @@ class PrefillDispatcher:
             for name, group in self._pool.groups.items()
         )
 
-    def _reserve(self, req: Request, spared: _Spared, *, stays_home: bool) -> RowLease | None:
-        """Reserves a row for `req`, with slots for the KV that it will have here. Returns None if too few are free.
+    def _reserve(self, req: Request, spared: _Spared, *, stays_home: bool) -> RowLease | Short:
+        """Reserves a row for `req`, with slots for the KV that it will have here, or returns what it lacks.
 
         Rows and slots that are `spared` do not count as free, nor do some slots for each row in use. `stays_home` means
         that this service computes the prompt itself.
         """
-        if self._pool.num_free_rows <= spared.num_rows:
-            return None
         num_others = self._pool.rows.max_rows - self._pool.num_free_rows + spared.num_rows
         num_spared = spared.num_tokens
         if num_others:
             num_spared += (num_others + 1) * HEADROOM_TOKENS
-        if not stays_home:
-            if not req.needs_kv:
-                return self._pool.reserve(0, num_spared=num_spared)
-            return self._pool.reserve(len(req.token_ids), key=req.cache_key, num_spared=num_spared, is_received=True)
-        uses_cached = not req.is_scored
-        return self._pool.reserve(len(req.token_ids), key=req.cache_key, uses_cached=uses_cached, num_spared=num_spared)
+        num_tokens = len(req.token_ids) if req.needs_kv or stays_home else 0
+        key = req.cache_key if num_tokens else None
+        uses_cached = not (stays_home and req.is_scored)
+        is_received = not stays_home and num_tokens > 0
+        if self._pool.num_free_rows > spared.num_rows:
+            lease = self._pool.reserve(
+                num_tokens, key=key, uses_cached=uses_cached, num_spared=num_spared, is_received=is_received
+            )
+            if lease is not None:
+                return lease
+        return Short(req, num_tokens, key if uses_cached else None, is_received, spared.num_rows, num_spared)
 
     def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
         call_id = f"call-{next(self._call_numbers)}"
@@ -406,6 +435,7 @@ class PrefillDispatcher:
                     num_held_tokens=tuple((name, req.num_unsent(name)) for name in sorted(self._pool.groups)),
                     cache_salt=req.namespace,
                     priority=self._waiting.level(req, now_s),
+                    client=req.client,
                 )
             )
             req.num_attempts += 1

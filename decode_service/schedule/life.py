@@ -84,9 +84,9 @@ RULES: Mapping[Phase, Rule] = {
 class Lives:
     """Holds every live request and moves it from phase to phase. Only the engine thread calls it.
 
-    It is the only writer of a request's phase, lease and seconds. `requests` holds all of them by id, and `bringing_kv`
-    those that hold a row while KV of their prompt is on its way. `clock` is the engine's (monotonic seconds); `post`
-    takes events for the edge.
+    It is the only writer of a request's phase, lease and seconds. `requests` holds all of them by id, `holding` those
+    that hold a row, and `bringing_kv` those of these whose prompt's KV is on its way. `clock` is the engine's
+    (monotonic seconds); `post` takes events for the edge.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class Lives:
         self._post = post
         self._arrivals = itertools.count()
         self.requests: dict[str, Request] = {}
+        self.holding: dict[Request, None] = {}
         self.bringing_kv: dict[Request, None] = {}
 
     def admit(self, submit: Submit) -> Request:
@@ -150,6 +151,7 @@ class Lives:
         if lease is not None:
             assert req.lease is None, f"{req.request_id} holds a row already"
             req.lease = lease
+            self.holding[req] = None
         req.phase = phase
         if after.lease is not None:
             assert req.lease is not None, f"{req.request_id} holds no row in {phase}"
@@ -157,6 +159,7 @@ class Lives:
         elif req.lease is not None:
             self._pool.release(req.lease)
             req.lease = None
+            del self.holding[req]
         if req.brings_kv:
             self.bringing_kv[req] = None
         else:

@@ -30,7 +30,6 @@ from decode_service.schedule.life import Lives
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
-from decode_service.schedule.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,7 @@ class ResultTaker:
     """Gives the results of steps to their requests. Only the engine thread calls it.
 
     Rows are handled together as columns. Only requests that begin or end are handled one by one. `lose` is called with
-    the rows that had no valid token. Output tokens are charged to `shares`, if there are any.
+    the rows that had no valid token.
     """
 
     def __init__(
@@ -236,14 +235,12 @@ class ResultTaker:
         clock: Callable[[], float],
         post: Callable[[Event], None],
         lose: Callable[[Sequence[LostRow]], None],
-        shares: Shares | None = None,
     ) -> None:
         self._rows = rows
         self._lives = lives
         self._clock = clock
         self._post = post
         self._lose = lose
-        self._shares = shares
 
     def take_first_tokens(self, prebuilt: ScheduleBatch, results: RowResults) -> None:
         """Gives the first tokens to requests that have just entered their rows."""
@@ -329,9 +326,6 @@ class ResultTaker:
             return
         token_ids = results.token_ids[entries]
         num_added, have_ended = self._rows.append(rows, token_ids, results.accept_lens[entries])
-        if self._shares is not None:
-            for i, num_tokens in zip(entries.tolist(), num_added.tolist(), strict=True):
-                self._shares.charge(reqs[i].client, num_tokens)
         if step is not None:
             self._count_drafts(entries, rows, num_added, step)
         if len(entries) < len(request_ids):

@@ -1,20 +1,26 @@
-"""Finds slots for the next step. If too few are free, the last requests in turn give up their slots and wait again."""
+"""Finds slots for the next step, and rows and slots for clients that hold less than others: the last requests in turn
+give up theirs and wait again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from common.kv.pool import KvPool, RowLease
 from decode_service.messages import Phase
+from decode_service.schedule.dispatcher import Short
 from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.schedule.shares import Shares
 
 
 class Retraction:
-    """Takes slots from the last requests in turn (`Request.turn`) when the next step lacks some.
+    """Takes slots from the last requests when the next step lacks some, or a client that waits.
 
-    These have the worst priority after ageing, and are the youngest of those with one priority. Only the engine thread
-    calls it.
+    The last request has the worst priority after ageing (`level`). Of those, it is one of the client with the largest
+    standing in `shares`, and the last in turn (`Request.turn`) of that client's. Only the engine thread calls it.
     """
 
     def __init__(
@@ -23,10 +29,18 @@ class Retraction:
         pool: KvPool,
         rows: RunningRows,
         lives: Lives,
+        shares: Shares,
+        level: Callable[[Request, float], int],
+        reclaim_after_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._rows = rows
         self._lives = lives
+        self._shares = shares
+        self._level = level
+        self._reclaim_after_s = reclaim_after_s
+        self._clock = clock
         self._leaving: list[Request] = []  # requests that a step in flight still carries
         self.num_retractions = 0
 
@@ -41,6 +55,45 @@ class Retraction:
                 return False
             self._retract_last(running)
         return True
+
+    def make_way(self, running: ScheduleBatch, short: Short) -> None:
+        """Takes rows and slots for the first waiting request in turn, which lacks some, from clients that hold more.
+
+        It does so once that request has waited for `reclaim_after_s`. Requests of no better level give way whose client
+        stands behind the waiting one even with what that gets: so they wait behind it. If all of these would not be
+        enough, none gives way.
+        """
+        req, now_s = short.req, self._clock()
+        if not self._reclaim_after_s or now_s - req.since_s < self._reclaim_after_s:
+            return
+        level = self._level(req, now_s)
+        num_cached = self._pool.num_cached(short.key, is_received=short.is_received)
+        others = [
+            each
+            for each in (*running.reqs, *self._lives.bringing_kv)
+            if each.lease is not None and each.client != req.client and self._level(each, now_s) >= level
+        ]
+        standing = self._shares.standing_with(req.client, short.num_tokens)
+        leaving: list[RowLease] = []
+        giving_way: list[Request] = []
+        while not self._pool.has_room(
+            short.num_tokens,
+            num_cached=num_cached,
+            num_rows=1 + short.num_spared_rows,
+            num_spared=short.num_spared,
+            leaving=leaving,
+        ):
+            others = [each for each in others if self._shares.standing(each.client) > standing]
+            if not others:
+                return
+            last = self._last_of(others, now_s)
+            assert last.lease is not None
+            others.remove(last)
+            giving_way.append(last)
+            leaving.append(last.lease)
+            self._shares.gives(last.client, last.lease.num_tokens)
+        for each in giving_way:
+            self._retract(running, each)
 
     def requeue_left(self) -> None:
         """Moves the requests that `prepare` retracted back to the waiting queue.
@@ -63,7 +116,14 @@ class Retraction:
 
     def _retract_last(self, running: ScheduleBatch) -> None:
         """Retracts the last request in turn that holds slots, whether its prompt is being computed or it is running."""
-        req = max((*running.reqs, *self._lives.bringing_kv), key=lambda req: req.turn)
+        now_s = self._clock()
+        self._shares.look(self._lives.holding, now_s)
+        self._retract(running, self._last_of([*running.reqs, *self._lives.bringing_kv], now_s))
+
+    def _last_of(self, reqs: Sequence[Request], now_s: float) -> Request:
+        return max(reqs, key=lambda req: (self._level(req, now_s), self._shares.standing(req.client), req.turn))
+
+    def _retract(self, running: ScheduleBatch, req: Request) -> None:
         self.num_retractions += 1
         req.num_retractions += 1
         assert req.lease is not None

@@ -134,8 +134,8 @@ class DecodeEngine:
     length while no prefill replica is ready. With `replays_forwards` the steps' forwards are recorded as graphs when
     the engine is created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches.
     Requests are served by their priorities, which `ageing` changes, to `best_priority` at best.
-    With `client_weights` clients share the service by tokens, in proportion to their weights; else they take turns by
-    requests.
+    Clients share the rows and slots in proportion to `client_weights`, by default 1 each. One that waits for longer
+    than `reclaim_after_s` gets rows and slots of requests of clients that hold more; 0 switches that off.
     `overlap=False` finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic
     seconds). `deliver` gets events when the engine is about to wait or ends; without it steps return them.
     """
@@ -164,6 +164,7 @@ class DecodeEngine:
         ageing: Ageing = DEFAULT_AGEING,
         best_priority: int = 0,
         client_weights: Mapping[str, float] | None = None,
+        reclaim_after_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
         deliver: Deliver | None = None,
@@ -229,7 +230,7 @@ class DecodeEngine:
             max_context_tokens=max_context_tokens,
             max_depth=self._max_forced,
         )
-        shares = None if client_weights is None else Shares(client_weights)
+        shares = Shares(client_weights or {}, max_rows=max_rows, num_slots=self.pool.num_slots)
         waiting = WaitingQueue(ageing=ageing, best_priority=best_priority, shares=shares)
         self._local = LocalPrefill(
             model=model,
@@ -255,6 +256,7 @@ class DecodeEngine:
         self._dispatcher = PrefillDispatcher(
             pool=self.pool,
             waiting=waiting,
+            shares=shares,
             landing=self._landing,
             lives=self.lives,
             local=self._local,
@@ -263,18 +265,26 @@ class DecodeEngine:
             prefill_fallback=prefill_fallback,
             max_attempts=max_handoff_attempts,
             unavailable_timeout_s=prefill_timeout_s,
+            reclaim_after_s=reclaim_after_s,
             clock=clock,
             post=self._outbox.post,
             fail=self._fail,
         )
-        self._retraction = Retraction(pool=self.pool, rows=self._rows, lives=self.lives)
+        self._retraction = Retraction(
+            pool=self.pool,
+            rows=self._rows,
+            lives=self.lives,
+            shares=shares,
+            level=waiting.level,
+            reclaim_after_s=reclaim_after_s,
+            clock=clock,
+        )
         self._taker = ResultTaker(
             rows=self._rows,
             lives=self.lives,
             clock=clock,
             post=self._outbox.post,
             lose=self._dispatcher.handle_lost,
-            shares=shares,
         )
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
@@ -300,6 +310,8 @@ class DecodeEngine:
                     ready = self._dispatcher.collect()
                 self.pool.reclaim()
                 self._dispatcher.hand_off()
+                if self._dispatcher.short is not None:
+                    self._retraction.make_way(self._running, self._dispatcher.short)
                 has_chunks = self._local.launch()
                 batch = self._next_batch(ready)
                 begun = self._launch(batch) if batch is not None else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.kv.pool import KvPool, LeaseState, RowLease
+from common.priority import Ageing
 from prefill_service.prompt import Prompt, PromptPhase
 
 
@@ -36,13 +37,16 @@ class PromptLives:
     """Holds every live prompt by phase, in the order of entering it, and moves prompts from phase to phase.
 
     Only the engine thread calls it. It is the only writer of a prompt's phase and lease. `ended` is called when a
-    prompt ends, before its row is released.
+    prompt ends, before its row is released. `ageing` says how waiting changes priorities.
     """
 
-    def __init__(self, pool: KvPool, *, ended: Callable[[Prompt], None]) -> None:
+    def __init__(self, pool: KvPool, *, ageing: Ageing, ended: Callable[[Prompt], None]) -> None:
         self._pool = pool
+        self._ageing = ageing
         self._ended = ended
         self._members: dict[PromptPhase, dict[Prompt, None]] = {phase: {} for phase in PromptPhase}
+        self._ends: dict[str, int] = {}  # by client, the tag that its next prompt would have
+        self._present = 0  # the tag of the last prompt that was computed
 
     def admit(self, prompt: Prompt) -> None:
         """Adds a new prompt to the queue."""
@@ -51,9 +55,29 @@ class PromptLives:
     def in_phase(self, phase: PromptPhase) -> list[Prompt]:
         return list(self._members[phase])
 
-    def in_turn(self, phase: PromptPhase) -> list[Prompt]:
-        """Returns the prompts in `phase` in the order in which they are due."""
-        return sorted(self._members[phase], key=lambda prompt: prompt.due_s)
+    def in_turn(self, phase: PromptPhase, now_s: float) -> list[Prompt]:
+        """Returns the prompts in `phase` in the order of service at `now_s`, a time of the engine's clock.
+
+        A prompt of a better level goes before one of a worse one: its priority, which waiting makes better, but not
+        better than 0 or than it was. Prompts of one level go in the order of their tags (start-time fair queueing): the
+        tag of a client's first prompt is that of the prompt which is computed now, and each further one's is as many
+        tokens later as the client's prompts before it have to compute. So clients get as many tokens computed, and one
+        that comes goes before what others have waiting. The prompts of one client are in the order in which they are
+        due.
+        """
+        prompts = sorted(self._members[phase], key=lambda prompt: prompt.due_s)
+        if phase is PromptPhase.QUEUED:
+            computing = self._members[PromptPhase.COMPUTING]
+            present = min([prompt.tag for prompt in computing], default=self._present)
+            ends = {client: end for client, end in self._ends.items() if end > present}
+            self._ends = dict(ends)
+            for prompt in prompts:
+                prompt.tag = ends.get(prompt.client, present)
+                ends[prompt.client] = prompt.tag + prompt.num_uncomputed
+        return sorted(
+            prompts,
+            key=lambda each: (self._ageing.level(each.due_s, now_s=now_s, best=each.best_level), each.tag),
+        )
 
     def num_in(self, phase: PromptPhase) -> int:
         return len(self._members[phase])
@@ -67,6 +91,10 @@ class PromptLives:
         before, after = RULES[prompt.phase], RULES[phase]
         assert phase in before.following, f"row {prompt.index}: {phase} does not follow {prompt.phase}"
         self._members[prompt.phase].pop(prompt, None)
+        if prompt.phase is PromptPhase.COMPUTING:
+            self._present = max(self._present, prompt.tag)
+        if phase is PromptPhase.COMPUTING:
+            self._ends[prompt.client] = prompt.tag + prompt.num_uncomputed
         if lease is not None:
             assert prompt.lease is None, f"row {prompt.index} holds a row of the pool already"
             prompt.lease = lease

@@ -88,7 +88,7 @@ class PrefillEngine:
     Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft_topk` is the number of first
     drafts from which the decode service starts its trees. A forward computes at most `max_batch_tokens`, and at most
     `chunk_tokens` of each prompt. `max_queued_rows` bounds the prompts that wait for a row. Rows and forwards
-    go to prompts by their priorities, which `ageing` changes. With `early_sending` a
+    go to prompts by their priorities, which `ageing` changes, and clients in turn. With `early_sending` a
     layer's KV may be sent before its forward ends. With `prefix_cache` a prompt begins after its longest prefix whose
     KV an earlier prompt left in the pool.
 
@@ -191,7 +191,7 @@ class PrefillEngine:
             on_event=self._wake_up.told,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
-        self._lives = PromptLives(self.pool, ended=self._ended)
+        self._lives = PromptLives(self.pool, ageing=ageing, ended=self._ended)
         self._unseeded: dict[Prompt, None] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._failed_copies: list[SentPiece] = []
@@ -313,7 +313,7 @@ class PrefillEngine:
             is_traced = index in command.traced_rows
             arrived_s = self._clock()
             due_s = self._ageing.due_s(row.priority, arrived_s)
-            prompt = Prompt(command.call_id, index, row, arrived_s, due_s, is_traced)
+            prompt = Prompt(command.call_id, index, row, arrived_s, due_s, min(row.priority, 0), is_traced)
             prompts[index] = prompt
             num_queued = self._lives.num_in(PromptPhase.QUEUED)
             self._lives.admit(prompt)
@@ -330,8 +330,8 @@ class PrefillEngine:
             self._end_call_if_done(call_id)
 
     def _shed_last(self) -> str:
-        """Refuses the queued prompt that is due last, maybe the one that has just come. Returns its call."""
-        last = self._lives.in_turn(PromptPhase.QUEUED)[-1]
+        """Refuses the queued prompt that is last in turn, maybe the one that has just come. Returns its call."""
+        last = self._lives.in_turn(PromptPhase.QUEUED, self._clock())[-1]
         self._fail(last, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
         return last.call_id
 
@@ -345,12 +345,12 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
         self._lacks_room = False
-        for prompt in self._lives.in_turn(PromptPhase.QUEUED):
+        for prompt in self._lives.in_turn(PromptPhase.QUEUED, self._clock()):
             if self._waits(prompt):
                 continue
             lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key, uses_cached=not prompt.is_scored)
             if lease is None:
-                # None that is due later gets room before it. So one that waited for KV is overtaken until the KV is
+                # None after it in turn gets room before it. So one that waited for KV is overtaken until the KV is
                 # there only.
                 self._lacks_room = True
                 return
@@ -372,13 +372,15 @@ class PrefillEngine:
         if prompt.awaited is None:
             return False
         source = next(each for each in computing if each is prompt.awaited.source)
-        source.due_s = min(source.due_s, prompt.due_s)  # else prompts that are due between them would hold up both
+        # Else prompts that come between them would hold up both
+        source.due_s, source.best_level = min(source.due_s, prompt.due_s), min(source.best_level, prompt.best_level)
+        source.tag = min(source.tag, prompt.tag)
         return True
 
     @recorded("launch")
     def _launch(self) -> StepInFlight | None:
         chunks = cut_chunks(
-            [prompt for prompt in self._lives.in_turn(PromptPhase.COMPUTING) if self._may_go_on(prompt)],
+            [each for each in self._lives.in_turn(PromptPhase.COMPUTING, self._clock()) if self._may_go_on(each)],
             chunk_tokens=self._chunk_tokens,
             max_batch_tokens=self._max_batch_tokens,
             max_scored_tokens=self._max_scored_tokens,

@@ -207,6 +207,7 @@ class ScriptedEngine:
         ageing: Ageing = DEFAULT_AGEING,
         best_priority: int = 0,
         client_weights: Mapping[str, float] | None = None,
+        reclaim_after_s: float = 0.0,
         windows: tuple[WindowLayers, ...] = (),
         max_window_tokens: int = 0,
     ) -> None:
@@ -231,6 +232,7 @@ class ScriptedEngine:
             ageing=ageing,
             best_priority=best_priority,
             client_weights=client_weights,
+            reclaim_after_s=reclaim_after_s,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,
             debug_checks=debug_checks,

@@ -3,8 +3,8 @@
 Requests 0, 1, 2, ... are in order of arrival, in a pool too small for them. One of priority p is due p *
 STEPS_PER_PRIORITY steps after its arrival, so where all have one priority, the first that is due is the oldest:
 - A retracted request is due after all that keep their slots. So the first that is due is never retracted.
-- No request is handed off while one of a better level waits, or one of its level that was retracted or is due before
-  it. A retracted request returns with its prompt and all its output.
+- No request is handed off while one of a better level waits, or one of its level that is due before it. A retracted
+  request returns with its prompt and all its output.
 - Request k is retracted at most as often as requests that are due before it were there at the same time: between two
   retractions one of them must have ended, since the slots of the others only grow, or a new one must have come. So no
   two requests retract each other for ever.
@@ -120,7 +120,6 @@ class Watcher:
             del self._due[name]
             if name in self.scripted.handoffs:
                 self.scripted.hand_over(name)
-        had_returned = [seen.num_retractions > 0 for seen in self.seen]
         events = self.scripted.step()
         self.scripted.landing.run_all()
         self.num_steps += 1
@@ -136,7 +135,7 @@ class Watcher:
                 seen.num_handoffs += 1
                 self._due[row.request_id] = self.num_steps + seen.arrival.handoff_steps
                 handed_off.append(number)
-        self._look_at_the_queue(handed_off, gave_way, had_returned)
+        self._look_at_the_queue(handed_off, gave_way)
         for seen in self.seen:
             if seen.ended is None and seen.outcome.has_ended:
                 seen.ended = self.num_steps
@@ -164,11 +163,11 @@ class Watcher:
     def _turn(self, number: int) -> tuple[int, int]:
         return self.seen[number].due, number
 
-    def _look_at_the_queue(self, handed_off: Sequence[int], gave_way: Sequence[int], had_returned: list[bool]) -> None:
-        def place(number: int) -> tuple[int, bool, tuple[int, int]]:
+    def _look_at_the_queue(self, handed_off: Sequence[int], gave_way: Sequence[int]) -> None:
+        def place(number: int) -> tuple[int, tuple[int, int]]:
             arrival, num_waited = self.seen[number].arrival, self.num_steps - 1 - self.seen[number].born
             level = max(0, arrival.priority - num_waited // STEPS_PER_PRIORITY)
-            return level, not had_returned[number], self._turn(number)
+            return level, self._turn(number)
 
         requests = self.scripted.engine.lives.requests
         waiting = {int(name) for name, req in requests.items() if req.phase is Phase.QUEUE} - {*gave_way}

@@ -1,95 +1,255 @@
-"""Tests of how clients share the service by tokens, in proportion to their weights."""
+"""Tests of how clients share rows and slots: who is next, who gives way, and how long a newcomer waits at most."""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from decode_service.schedule.shares import OTHERS, Shares
-from tests.engine.harness import ScriptedEngine
+from tests.engine.harness import Outcome, ScriptedEngine, assert_right
 
-NUM_OUTPUT = {"short": 2, "long": 12}
+STEP_S = 0.1
+RECLAIM_S = 1.0
+FEW_STEPS_S = 0.6
+"""A handoff and the steps around it."""
+LONG = 56
+"""Output tokens of a request that holds its row for much longer than anybody should wait."""
 
 
 class Contest:
-    """A decode engine with two rows, and clients that always have two requests waiting. `run` returns the output tokens
-    of each client.
-    """
+    """A decode engine, and clients that always have so many requests open, each with so many tokens of output."""
 
-    def __init__(self, weights: Mapping[str, float] | None) -> None:
-        self.scripted = ScriptedEngine(max_rows=2, client_weights=weights, debug_checks=False)
-        self._num_submitted = Counter[str]()
+    def __init__(
+        self,
+        *,
+        max_rows: int = 2,
+        max_kv_tokens: int = 1024,
+        weights: Mapping[str, float] | None = None,
+        reclaim_after_s: float = RECLAIM_S,
+    ) -> None:
+        self.now_s = 0.0
+        self.scripted = ScriptedEngine(
+            max_rows=max_rows,
+            max_kv_tokens=max_kv_tokens,
+            client_weights=weights,
+            reclaim_after_s=reclaim_after_s,
+            debug_checks=False,
+            clock=lambda: self.now_s,
+        )
+        self._numbers = itertools.count()
+        self._kept: dict[str, tuple[int, int]] = {}
+        self._open: dict[str, list[Outcome]] = {}
+        self._all: defaultdict[str, list[Outcome]] = defaultdict(list)
 
-    def run(self, num_steps: int, *clients: str) -> Counter[str]:
+    def keep_open(self, client: str, num_open: int, num_output: int) -> None:
+        self._kept[client] = (num_open, num_output)
+
+    def submit(self, client: str, num_output: int, *, num_prompt: int = 2) -> Outcome:
+        number = next(self._numbers)
+        prompt = [1 + (number + place) % 50 for place in range(num_prompt)]
+        outcome = self.scripted.submit(f"{client} {number}", prompt, num_output, client=client)
+        self._open.setdefault(client, []).append(outcome)
+        self._all[client].append(outcome)
+        return outcome
+
+    def step(self) -> None:
+        for client, (num_open, num_output) in self._kept.items():
+            for _ in range(num_open - len(self._open.setdefault(client, []))):
+                self.submit(client, num_output)
+            self._open[client] = [each for each in self._open[client] if not each.has_ended]
+        self.scripted.step_and_hand_over()
+        self.scripted.landing.run_all()
+        self.now_s += STEP_S
+
+    def run(self, seconds: float) -> Counter[str]:
+        """Returns how many tokens of output each client got."""
         before = self._tokens()
-        for _ in range(num_steps):
-            for client in clients:
-                self._keep_two_waiting(client)
-            self.scripted.step_and_hand_over()
-            self.scripted.landing.run_all()
-        return self._tokens() - before
+        for _ in range(round(seconds / STEP_S)):
+            self.step()
+        return Counter({client: num - before[client] for client, num in self._tokens().items()})
 
-    def _keep_two_waiting(self, client: str) -> None:
-        live = [name for name in self.scripted.outcomes if name.startswith(f"{client} ")]
-        waiting = [name for name in live if not self.scripted.outcomes[name].token_ids]
-        while len(waiting) < 2:
-            number = self._num_submitted[client]
-            self._num_submitted[client] += 1
-            kind = client.split()[0]
-            name = f"{client} {number}"
-            self.scripted.submit(name, [1 + number % 50, 2], NUM_OUTPUT[kind], client=client)
-            waiting.append(name)
+    def seconds_until(self, outcome: Outcome, *, num_tokens: int = 1) -> float:
+        since_s = self.now_s
+        while len(outcome.token_ids) < num_tokens:
+            assert outcome.error is None and self.now_s < since_s + 100, "it starves"
+            self.step()
+        return self.now_s - since_s
+
+    def finish(self) -> None:
+        """Aborts what is open, and checks all tokens that came."""
+        for name, outcome in self.scripted.outcomes.items():
+            if not outcome.has_ended:
+                self.scripted.abort(name)
+        self.scripted.run()
+        assert_right(*self.scripted.outcomes.values())
 
     def _tokens(self) -> Counter[str]:
-        tokens = Counter[str]()
-        for name, outcome in self.scripted.outcomes.items():
-            tokens[name.rpartition(" ")[0]] += len(outcome.prompt) * bool(outcome.token_ids) + len(outcome.token_ids)
-        return tokens
+        return Counter({client: sum(len(each.token_ids) for each in every) for client, every in self._all.items()})
 
 
-def test_clients_of_equal_weights_are_served_as_many_tokens() -> None:
-    """By turns of requests, the client of long requests is served several times as many."""
-    in_turn = Contest(None).run(160, "long a", "short b")
-    shared = Contest({OTHERS: 1}).run(160, "long a", "short b")
-    assert in_turn["long a"] > 3 * in_turn["short b"]
-    assert 0.85 < shared["long a"] / shared["short b"] < 1.2, shared
+# ---- a newcomer's wait -----------------------------------------------------------------------------------------------
 
 
-def test_clients_are_served_in_proportion_to_their_weights() -> None:
-    shared = Contest({"short a": 3, OTHERS: 1}).run(200, "short a", "short b")
-    assert 2.6 < shared["short a"] / shared["short b"] < 3.4, shared
+@pytest.mark.parametrize("num_greedy", [1, 3])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"max_rows": 8}, {"max_rows": 8, "max_kv_tokens": 160}, {"max_rows": 64, "max_kv_tokens": 512}],
+    ids=["rows are short", "slots are short", "64 rows, slots are short"],
+)
+@pytest.mark.parametrize("weights", [None, {"greedy 0": 5, OTHERS: 1}], ids=["", "weights"])
+def test_a_newcomer_is_served_soon(num_greedy: int, sizes: dict[str, int], weights: dict[str, float] | None) -> None:
+    """However much others have asked for, before and after it."""
+    contest = Contest(**sizes, weights=weights)
+    for number in range(num_greedy):
+        contest.keep_open(f"greedy {number}", sizes["max_rows"] + 4, LONG)
+    contest.run(4.0)
+    for num_prompt in (1, 16, 2):
+        first = contest.submit("newcomer", 3, num_prompt=num_prompt)
+        assert contest.seconds_until(first) <= RECLAIM_S + FEW_STEPS_S
+        contest.run(1.0)
+    contest.finish()
+
+
+@pytest.mark.parametrize("num_clients", [3, 5])
+def test_more_clients_than_rows_take_turns_of_seconds(num_clients: int) -> None:
+    contest = Contest(max_rows=2)
+    for number in range(num_clients):
+        contest.keep_open(f"greedy {number}", 2, LONG)
+    contest.run(20.0)
+    waited_s = contest.seconds_until(contest.submit("newcomer", 3))
+    assert waited_s <= -(-num_clients // 2) * RECLAIM_S + FEW_STEPS_S
+    tokens = contest.run(60.0)
+    del tokens["newcomer"]
+    assert min(tokens.values()) > 0.7 * max(tokens.values()), tokens
+    assert contest.scripted.engine.load().num_retractions <= 2 * contest.now_s / RECLAIM_S
+    contest.finish()
+
+
+def test_the_client_that_holds_most_gives_way_when_slots_run_out() -> None:
+    contest = Contest(max_rows=8, max_kv_tokens=144)
+    for _ in range(4):
+        contest.submit("greedy", LONG)
+    contest.run(1.0)
+    newcomer = contest.submit("newcomer", 30)
+    contest.seconds_until(newcomer)
+    assert contest.scripted.engine.load().num_retractions == 0
+    contest.seconds_until(newcomer, num_tokens=30)
+    assert contest.scripted.engine.load().num_retractions > 0, "slots did not run out"
+    contest.finish()
+    assert newcomer.finished is not None and newcomer.finished.timings.num_retractions == 0
+
+
+def test_without_reclaiming_it_waits_until_a_row_falls_free() -> None:
+    contest = Contest(reclaim_after_s=0.0)
+    contest.keep_open("greedy", 8, LONG)
+    contest.run(1.0)
+    waited_s = contest.seconds_until(contest.submit("newcomer", 3))
+    assert LONG * STEP_S / 2 < waited_s <= LONG * STEP_S + FEW_STEPS_S
+    contest.finish()
+    assert contest.scripted.engine.load().num_retractions == 0
+
+
+def test_nobody_gives_way_to_a_client_that_holds_as_much() -> None:
+    contest = Contest(max_rows=4)
+    contest.keep_open("first", 6, LONG)
+    contest.run(1.0)
+    contest.keep_open("second", 6, LONG)
+    contest.run(20.0)
+    assert 2 <= contest.scripted.engine.load().num_retractions <= 4, "they take each other's rows again and again"
+    contest.finish()
+
+
+def test_a_large_request_and_small_ones_of_others_hold_each_other_up_for_a_while_only() -> None:
+    """The large one takes more than half of the slots."""
+    contest = Contest(max_rows=8, max_kv_tokens=128)
+    contest.keep_open("small", 6, 12)
+    contest.run(5.0)
+    large = contest.submit("large", 8, num_prompt=50)
+    tokens = contest.run(4.0)
+    assert tokens["small"] > 50
+    assert contest.seconds_until(large) < 20
+    assert contest.run(4.0)["small"] > 50
+    contest.finish()
+
+
+def test_one_that_comes_back_has_its_place_among_its_own_clients() -> None:
+    contest = Contest(max_rows=4, max_kv_tokens=96)
+    contest.keep_open("greedy", 6, LONG)
+    while not contest.scripted.engine.load().num_retractions:
+        contest.step()
+    assert contest.seconds_until(contest.submit("newcomer", 3)) <= RECLAIM_S + FEW_STEPS_S
+    contest.finish()
+
+
+# ---- over time -------------------------------------------------------------------------------------------------------
+
+
+def test_clients_hold_equal_parts_whatever_their_requests_are() -> None:
+    contest = Contest()
+    contest.keep_open("long", 4, 24)
+    contest.keep_open("short", 4, 4)
+    tokens = contest.run(30.0)
+    assert 0.7 < tokens["short"] / tokens["long"] < 1.2, tokens  # a short one spends more of its time on its handoff
+    contest.finish()
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 8])
+def test_clients_are_served_in_proportion_to_their_weights(max_rows: int) -> None:
+    contest = Contest(max_rows=max_rows, weights={"a": 3, OTHERS: 1})
+    for client in "ab":
+        contest.keep_open(client, 2 * max_rows, 6)
+    contest.run(40.0)
+    tokens = contest.run(80.0)
+    assert 2.6 < tokens["a"] / tokens["b"] < 3.4, tokens
+    contest.finish()
 
 
 def test_a_client_that_asked_for_nothing_has_saved_nothing_up() -> None:
-    contest = Contest({OTHERS: 1})
-    contest.run(20, "short a", "short b")
-    assert contest.run(120, "short a")["short a"] > 80
-    shared = contest.run(60, "short a", "short b")
-    assert 0.7 < shared["short a"] / shared["short b"] < 1.4, shared
+    contest = Contest()
+    contest.keep_open("a", 4, 8)
+    contest.keep_open("b", 4, 8)
+    contest.run(10.0)
+    contest.keep_open("b", 0, 8)
+    contest.run(30.0)
+    contest.keep_open("b", 4, 8)
+    tokens = contest.run(10.0)
+    assert 0.7 < tokens["b"] / tokens["a"] < 1.4, tokens
+    contest.finish()
 
 
-def test_the_counts_of_clients_that_left_are_bounded() -> None:
-    shares = Shares({})
-    for number in range(5000):
+def holder(client: str) -> Any:
+    return SimpleNamespace(client=client, lease=SimpleNamespace(num_tokens=1))
+
+
+def test_the_charges_of_clients_that_left_are_bounded() -> None:
+    shares = Shares({}, max_rows=1, num_slots=100)
+    for number in range(2000):
         client = str(number)
         shares.begin_to_wait(client)
         shares.end_to_wait(client)
-        shares.charge(client, 10 + number)
-    assert shares.num_counts <= 1025
+        shares.look([holder(client)], float(number))
+    assert shares.num_charges <= 1025
 
 
-def test_new_clients_do_not_pass_one_that_waits_for_ever() -> None:
-    shares = Shares({})
-    shares.begin_to_wait("busy")
-    shares.begin_to_wait("old")
-    shares.charge("old", 1000)
+def test_newcomers_do_not_pass_one_that_waits_for_ever() -> None:
+    shares = Shares({}, max_rows=1, num_slots=100)
+    for client in ("busy", "old"):
+        shares.begin_to_wait(client)
+    shares.look([holder("old")], 0.0)
+    shares.look([], 100.0)
     for number in range(500):
         new = str(number)
         shares.begin_to_wait(new)
-        if shares.count("old") < shares.count(new):
+        if shares.standing("old") < shares.standing(new):
             break
         shares.end_to_wait(new)
-        shares.charge(new, 10)
+        shares.look([holder(new)], 100.0 + 2 * number)
+        shares.look([], 101.0 + 2 * number)
     else:
         raise AssertionError("it waits for ever")
     assert number > 50, "others have their turns meanwhile"

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
 from common.grammar.grammar import TokenRules
@@ -48,11 +50,21 @@ class Prompts:
             overlap=False,
         )
 
-    def open(self, name: str, *, priority: int, first_token: int = 1, num_rows: int = 1, num_chunks: int = 1) -> None:
+    def open(
+        self,
+        name: str,
+        *,
+        priority: int = 0,
+        client: str = "",
+        first_token: int = 1,
+        num_rows: int = 1,
+        num_chunks: int = 1,
+    ) -> None:
         token_ids = range(first_token, first_token + num_chunks * NUM_TOKENS)
         rows = handoff_rows([token_ids] * num_rows, ResolvedSampling(seed=1, max_tokens=1))
         self.num_opened += num_rows
-        self.half.step(OpenCall(name, tuple(replace(row, priority=priority, cache_salt="") for row in rows)))
+        rows = [replace(row, priority=priority, client=client, cache_salt="") for row in rows]
+        self.half.step(OpenCall(name, tuple(rows)))
 
     def order(self) -> list[str]:
         """Computes all prompts and returns their calls in the order of their first tokens."""
@@ -75,6 +87,31 @@ def test_prompts_that_hold_rows_are_computed_by_priority(tiny_target: Callable[[
     for name, priority in (("first", 2), ("low", 2), ("high", 0), ("high too", 0)):
         prompts.open(name, priority=priority)
     assert prompts.order() == ["first", "high", "high too", "low"]
+
+
+@pytest.mark.parametrize("max_rows", [1, 8], ids=["for rows", "for places in a forward"])
+def test_a_client_that_comes_goes_before_what_others_have_waiting(
+    max_rows: int, tiny_target: Callable[[str], TargetModel]
+) -> None:
+    """However long the others have waited: waiting makes no prompt better than one of priority 0."""
+    prompts = Prompts(tiny_target("llama"), max_rows=max_rows)
+    for name in ("a1", "a2", "a3", "a4"):
+        prompts.open(name, client="a", num_chunks=2)
+    prompts.now_s = 10 * STEP_S
+    for name in ("b1", "c1", "b2"):
+        prompts.open(name, client=name[0])
+    assert prompts.order() == ["a1", "b1", "c1", "b2", "a2", "a3", "a4"], "those of a are twice as long"
+
+
+def test_a_prompt_for_whose_kv_another_client_waits_has_that_ones_turn(
+    tiny_target: Callable[[str], TargetModel],
+) -> None:
+    prompts = Prompts(tiny_target("llama"), max_rows=8, prefix_cache=True)
+    prompts.open("a1", client="a", num_chunks=2)
+    prompts.open("a2", client="a", first_token=20)
+    prompts.open("a3", client="a", first_token=40, num_chunks=2)
+    prompts.open("b1", client="b", first_token=40, num_chunks=2)
+    assert prompts.order()[:2] == ["a1", "a3"]
 
 
 def test_waiting_makes_a_prompt_as_good_as_a_better_one_that_comes_later(

@@ -275,7 +275,7 @@ def additions_while_layers_are_sent(num_calls: int, *, num_segments: int) -> int
     for number in range(num_calls):
         row = HandoffRow(str(number), 0, (5,), 1, ResolvedSampling(seed=1, max_tokens=4))
         sender.open_call(f"call {number}", shares_memory=False)
-        prompt = Prompt(f"call {number}", 0, row, arrived_s=0.0, due_s=0.0, lease=pool.reserve(1))
+        prompt = Prompt(f"call {number}", 0, row, arrived_s=0.0, due_s=0.0, best_level=0, lease=pool.reserve(1))
         chunks.append(Chunk(prompt, 0, 1))
     CountedBytes.num_added = 0
     for layer in range(group.num_layers):

@@ -18,6 +18,7 @@ from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import (
     MAX_CACHE_SALT_CHARS,
+    MAX_CLIENT_CHARS,
     Accepted,
     HandoffRow,
     KvSegment,
@@ -120,6 +121,7 @@ def handoff_rows(draw: st.DrawFn) -> HandoffRow:
         num_held_tokens=draw(st.sampled_from(((), (("draft", 0), ("target", 0)), (("target", len(ids) - 1),)))),
         cache_salt=draw(st.none() | st.text(max_size=MAX_CACHE_SALT_CHARS)),
         priority=draw(st.integers(-WORST_PRIORITY, WORST_PRIORITY)),
+        client=draw(st.text(max_size=MAX_CLIENT_CHARS)),
     )
 
 

@@ -27,6 +27,7 @@ ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
     "sampling": lambda row: row.ClearField("sampling"),
     "cache_salt": lambda row: setattr(row, "cache_salt", "ü" * 129),
     "priority": lambda row: setattr(row, "priority", 101),
+    "client": lambda row: setattr(row, "client", "c" * 257),
     "sampling.temperature": lambda row: setattr(row.sampling.params, "temperature", float("nan")),
     "sampling.top_p": lambda row: setattr(row.sampling.params, "top_p", 0.0),
     "sampling.min_p": lambda row: setattr(row.sampling.params, "min_p", 1.5),

@@ -32,12 +32,11 @@ def oldest_gives_way(patch: pytest.MonkeyPatch) -> None:
 
 def priorities_do_not_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ageing, "due_s", lambda self, priority, arrived_s: arrived_s)
-    patch.setattr(Ageing, "level", lambda self, priority, *, waited_s, best: best)
+    patch.setattr(Ageing, "level", lambda self, due_s, *, now_s, best: best)
 
 
 def waiting_improves_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ageing, "due_s", lambda self, priority, arrived_s: arrived_s + priority * 1e6)
-    patch.setattr(Ageing, "level", lambda self, priority, *, waited_s, best: priority)
 
 
 def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -46,7 +45,7 @@ def handoffs_under_way_are_kept(patch: pytest.MonkeyPatch) -> None:
     """
 
     def retraction_of_running(*, lives: Lives, **parts: Any) -> Retraction:
-        running = SimpleNamespace(bringing_kv=(), enter=lives.enter, requests=lives.requests)
+        running = SimpleNamespace(bringing_kv=(), holding=lives.holding, enter=lives.enter, requests=lives.requests)
         return Retraction(lives=cast(Lives, running), **parts)
 
     patch.setattr(scheduler, "Retraction", retraction_of_running)
