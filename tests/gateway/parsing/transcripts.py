@@ -128,7 +128,7 @@ TRANSCRIPTS = [
         HERMES,
         [
             *("One ", "<tool_call>", "{", _ARGUMENTS, ":", ROME, ",", _NAME, ":", '"look_up"', ", ", '"id"', ":"),
-            *('"call_1"', "}", "</tool_call>", " two ", "<tool_call>", "{", _NAME, ":", '"stop"', "}"),
+            *(r'"call \"1\" \\"', "}", "</tool_call>", " two ", "<tool_call>", "{", _NAME, ":", '"stop"', "}"),
             *("</tool_call>", " three"),
         ],
         Said(content="One\ntwo\nthree", calls=(("look_up", ROME), ("stop", NONE_OF))),
