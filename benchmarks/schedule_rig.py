@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -429,7 +430,7 @@ class ScheduleRig:
                 stop_token_ids=(2, 3),
             ),
             choice_index=0,
-            deadline_unix_ms=0,
+            deadline_s=math.inf,
             wants_drafts=True,
             cache_salt=_NAMESPACE if self._num_cached_tokens else None,
         )

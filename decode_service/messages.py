@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -20,10 +21,10 @@ from common.wire.handoff import Frame, HandoffRow
 class Submit:
     """Submits a validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
 
-    `deadline_unix_ms` is 0 if there is no deadline. PhaseBegan events of the request are posted only if `is_traced`.
-    `client` identifies the client: clients take turns in the waiting queue. `cache_salt` names the namespace of the
-    prefix cache that the request uses; "" is the common one. None means that it neither uses nor leaves cached KV.
-    `priority` decides when it is served, as common/priority.py says.
+    `deadline_s` is a time of `time.monotonic`, infinite if there is no deadline. PhaseBegan events of the request are
+    posted only if `is_traced`. `client` names who shares rows and slots with others. `cache_salt` names the namespace
+    of the prefix cache that the request uses; "" is the common one. None means that it neither uses nor leaves cached
+    KV. `priority` decides when it is served, as common/priority.py says.
     `matcher` follows the output of a request whose sampling is constrained; it has accepted the output that the request
     brought along, and belongs to the engine from now on.
     """
@@ -33,7 +34,7 @@ class Submit:
     prompt_len: int
     sampling: ResolvedSampling
     choice_index: int = 0
-    deadline_unix_ms: int = 0
+    deadline_s: float = math.inf
     traceparent: str = ""
     wants_drafts: bool = True
     is_traced: bool = False

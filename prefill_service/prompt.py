@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -53,11 +54,13 @@ class Prompt:
     matcher: Matcher | None = None
     started_s: float = 0.0
     tag: int = 0
+    deadline_s: float = field(init=False)  # by the engine's clock
     token_ids: NDArray[np.int64] = field(init=False)  # those of `row`
     cache_key: CacheKey | None = field(init=False)  # None if the prompt uses no cache
 
     def __post_init__(self) -> None:
         self.token_ids = np.array(self.row.token_ids, np.int64)
+        self.deadline_s = self.arrived_s + self.row.time_left_ms / 1000 if self.row.time_left_ms else math.inf
         self.cache_key = None if self.row.cache_salt is None else CacheKey(self.token_ids, self.row.cache_salt)
 
     @property

@@ -180,7 +180,7 @@ class PrefillRow(_message.Message):
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     NUM_HELD_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
-    DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -191,8 +191,8 @@ class PrefillRow(_message.Message):
     choice_index: _builtins.int
     prompt_len: _builtins.int
     """ids past it are output from before a retraction or a resume"""
-    deadline_unix_ms: _builtins.int
-    """0: none"""
+    time_left_ms: _builtins.int
+    """until the request's deadline, when the row is sent; 0: it has none"""
     traceparent: _builtins.str
     cache_salt: _builtins.str
     """Present: the row uses cached KV of this namespace and leaves its own there; "" is the common namespace. At most 128
@@ -222,7 +222,7 @@ class PrefillRow(_message.Message):
         prompt_len: _builtins.int = ...,
         num_held_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         sampling: Global___ResolvedSampling | None = ...,
-        deadline_unix_ms: _builtins.int = ...,
+        time_left_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str | None = ...,
         priority: _builtins.int = ...,
@@ -230,7 +230,7 @@ class PrefillRow(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "client", b"client", "deadline_unix_ms", b"deadline_unix_ms", "num_held_tokens", b"num_held_tokens", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "client", b"client", "num_held_tokens", b"num_held_tokens", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015

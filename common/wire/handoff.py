@@ -60,7 +60,8 @@ class HandoffRow:
 
     `cache_salt` names the namespace of the prefix cache that the row uses; "" is the common one. If it is None, the row
     neither uses cached KV nor leaves any. `priority` is what the request's had become by waiting until the handoff.
-    `client` names who shares the services with others.
+    `client` names who shares the services with others. `time_left_ms` is what was left until the request's deadline
+    when the row was sent, 0 if there is none: the services' clocks need not agree.
     """
 
     request_id: str
@@ -69,7 +70,7 @@ class HandoffRow:
     prompt_len: int
     sampling: ResolvedSampling
     choice_index: int = 0
-    deadline_unix_ms: int = 0
+    time_left_ms: int = 0
     traceparent: str = ""
     num_held_tokens: tuple[tuple[str, int], ...] = ()
     cache_salt: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -85,7 +86,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tells_tenants_apart: bool = False,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
-        unix_time: Callable[[], float] = time.time,
     ) -> None:
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
@@ -105,7 +105,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._client_of = client_of
         self._tells_tenants_apart = tells_tenants_apart
         self._traces = RequestTraces(tracer)
-        self._unix_time = unix_time
 
     async def Generate(  # type: ignore[override]  # the asyncio server also takes a coroutine that writes
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -220,7 +219,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             sampling=sampling,
             choice_index=checked.choice_index,
             priority=checked.priority,
-            deadline_unix_ms=self._deadline_unix_ms(context),
+            deadline_s=_deadline_s(context),
             wants_drafts=checked.sampling.speculates,
             cache_salt=checked.cache_salt,
             matcher=matcher,
@@ -258,10 +257,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if remaining_s is None:
             return None
         return asyncio.get_running_loop().call_later(remaining_s, live.fail, _deadline_passed())
-
-    def _deadline_unix_ms(self, context: Context) -> int:
-        remaining_s = _remaining_s(context)
-        return 0 if remaining_s is None else int((self._unix_time() + remaining_s) * 1000)
 
     async def _replay(self, new_output: Callable[[], OutputProcessor], *, num_tokens: int) -> OutputProcessor:
         """Calls `new_output`, which processes the `num_tokens` output tokens that the request brought along.
@@ -351,6 +346,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 def _deadline_passed() -> DeadlineExceeded:
     return DeadlineExceeded("the request's deadline passed")
+
+
+def _deadline_s(context: Context) -> float:
+    remaining_s = _remaining_s(context)
+    return math.inf if remaining_s is None else time.monotonic() + remaining_s
 
 
 def _remaining_s(context: Context) -> float | None:

@@ -179,7 +179,7 @@ class LiveRequests(OpenRequests):
         sampling: ResolvedSampling,
         choice_index: int,
         priority: int = 0,
-        deadline_unix_ms: int,
+        deadline_s: float,
         wants_drafts: bool,
         cache_salt: str | None,
         matcher: Matcher | None = None,
@@ -188,8 +188,8 @@ class LiveRequests(OpenRequests):
         there is no room for the log-probabilities of its prompt.
 
         `generated_token_ids` are the output that the request brought along. `choice_index` is the number of the choice
-        among those of a request for several answers. `deadline_unix_ms` is 0 if there is no deadline. `Submit` explains
-        `priority`, `cache_salt` and `matcher`.
+        among those of a request for several answers. `Submit` explains `deadline_s`, `priority`, `cache_salt` and
+        `matcher`.
         """
         if isinstance(live.ending, BatonError):
             raise live.ending
@@ -206,7 +206,7 @@ class LiveRequests(OpenRequests):
                 sampling=sampling,
                 choice_index=choice_index,
                 priority=priority,
-                deadline_unix_ms=deadline_unix_ms,
+                deadline_s=deadline_s,
                 traceparent=live.trace.traceparent,
                 wants_drafts=wants_drafts,
                 cache_salt=cache_salt,

@@ -430,7 +430,7 @@ class PrefillDispatcher:
                     prompt_len=req.prompt_len,
                     sampling=req.attempt_sampling,
                     choice_index=req.choice_index,
-                    deadline_unix_ms=req.deadline_unix_ms,
+                    time_left_ms=_time_left_ms(req.deadline_s - now_s),
                     traceparent=req.traceparent,
                     num_held_tokens=tuple((name, req.num_unsent(name)) for name in sorted(self._pool.groups)),
                     cache_salt=req.namespace,
@@ -512,3 +512,8 @@ class PrefillDispatcher:
         if req.refused_since_s is None:
             req.refused_since_s = now_s
         return req.refused_since_s + self._unavailable_timeout_s
+
+
+def _time_left_ms(seconds: float) -> int:
+    """Returns what a row says of the time until its deadline. A deadline that has passed leaves 1 ms."""
+    return 0 if math.isinf(seconds) else max(1, math.ceil(seconds * 1000))

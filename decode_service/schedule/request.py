@@ -5,6 +5,7 @@ loses.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -130,7 +131,7 @@ class Request:
     since_s: float
     priority: int = 0
     choice_index: int = 0
-    deadline_unix_ms: int = 0
+    deadline_s: float = math.inf
     traceparent: str = ""
     wants_drafts: bool = True
     is_traced: bool = False
@@ -172,7 +173,7 @@ class Request:
             since_s=now_s,
             priority=submit.priority,
             choice_index=submit.choice_index,
-            deadline_unix_ms=submit.deadline_unix_ms,
+            deadline_s=submit.deadline_s,
             traceparent=submit.traceparent,
             wants_drafts=submit.wants_drafts,
             is_traced=submit.is_traced,

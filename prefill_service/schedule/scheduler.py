@@ -93,9 +93,9 @@ class PrefillEngine:
     KV an earlier prompt left in the pool.
 
     During a long launch `deliver` gets events for the edge; otherwise steps return them. `returned` returns the
-    BytesSent that came since the step began, so that a launch can send more. `clock` gives monotonic seconds,
-    `wall_clock` Unix seconds. `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` allocates
-    memory for copies that are sent; None means the device's own host buffers.
+    BytesSent that came since the step began, so that a launch can send more. `clock` gives monotonic seconds.
+    `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` allocates memory for copies that are
+    sent; None means the device's own host buffers.
     """
 
     def __init__(
@@ -120,7 +120,6 @@ class PrefillEngine:
         prefix_cache: bool = True,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         on_step: OnStep = lambda stats: None,
         deliver: Callable[[Sequence[Event]], None] | None = None,
         returned: Callable[[], Sequence[BytesSent]] = tuple,
@@ -142,7 +141,6 @@ class PrefillEngine:
         self._ageing = ageing
         self._max_in_flight = 2 if overlap else 1
         self._clock = clock
-        self._wall_clock = wall_clock
         self._on_step = on_step
         self._deliver = deliver
         self._returned = returned
@@ -339,9 +337,9 @@ class PrefillEngine:
 
     @recorded("admit")
     def _admit(self) -> None:
-        now_unix_ms = self._wall_clock() * 1000
+        now_s = self._clock()
         for prompt in self._lives.in_phase(PromptPhase.QUEUED):
-            if 0 < prompt.row.deadline_unix_ms <= now_unix_ms:
+            if prompt.deadline_s <= now_s:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
         self._lacks_room = False

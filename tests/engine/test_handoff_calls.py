@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from common.errors import ContextExceeded, InvalidRequest, PrefillUnavailable, RowFailure
+from common.sampling.params import ResolvedSampling
 from common.wire.handoff import PrebuiltBatch, RowFailed
-from decode_service.messages import FrameArrived, Replica, ReplicasChanged
+from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
 from decode_service.schedule import dispatcher
 from tests.engine.harness import Clock, ScriptedEngine, places
 from tests.engine.tags import GROUP, TAG_GRAMMAR
@@ -289,3 +291,13 @@ def test_a_grammar_that_a_replica_refuses_is_the_requests_fault() -> None:
     assert isinstance(outcome.error, InvalidRequest)
     assert str(outcome.error) == f"{TAG_GRAMMAR.request_field}: planted"
     engine.run()
+
+
+def test_what_is_left_of_a_deadline_travels_and_not_the_time_of_day() -> None:
+    clock = Clock()
+    engine = ScriptedEngine(clock=clock)
+    for name, deadline_s in (("none", math.inf), ("later", clock.now_s + 4.0), ("over", clock.now_s - 1.0)):
+        engine.post(Submit(name, tuple(SHORT), 3, ResolvedSampling(seed=1, max_tokens=2), deadline_s=deadline_s))
+    clock.now_s += 1.5
+    rows = [row for event in engine.step() if isinstance(event, StartHandoff) for row in event.rows]
+    assert {row.request_id: row.time_left_ms for row in rows} == {"none": 0, "later": 2500, "over": 1}

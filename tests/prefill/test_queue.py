@@ -162,20 +162,21 @@ def test_a_prompt_that_brings_kv_for_a_better_one_is_computed_as_early(
 
 
 def test_a_late_prompt_fails_before_it_is_given_a_row(tiny_target: Callable[[str], TargetModel]) -> None:
+    """By the time that was left when it was sent: the services' clocks may differ by any amount."""
     now_s = 1000.0
-    prefill = PrefillHalf(tiny_target("llama"), max_rows=1, wall_clock=lambda: now_s)
+    prefill = PrefillHalf(tiny_target("llama"), max_rows=1, clock=lambda: now_s)
     sampling = ResolvedSampling(seed=1, max_tokens=4)
-    rows = tuple(
-        HandoffRow(f"r{ms}", 0, (11, 12, 13), 3, sampling, deadline_unix_ms=ms)
-        for ms in (1_000_001, 1_000_000, 999_999)
-    )
+    prefill.step(OpenCall("first", (HandoffRow("first", 0, (11, 12, 13), 3, sampling),)))
+    rows = tuple(HandoffRow(f"{ms} ms", 0, (11, 12, 13), 3, sampling, time_left_ms=ms) for ms in (0, 1500, 1501, 1))
     prefill.step(OpenCall("call", rows))
+    assert not prefill.failures
+    now_s += 1.5
+    prefill.step()
     assert [(failed.row, failed.reason, failed.retryable) for failed in prefill.failures] == [
         (1, RowFailure.DEADLINE, False),
-        (2, RowFailure.DEADLINE, False),
+        (3, RowFailure.DEADLINE, False),
     ]
-    assert not prefill.ended_calls, "the first row is still alive"
-    assert prefill.engine.load().rows.free == 0
+    assert not prefill.ended_calls, "two rows are still alive"
     prefill.close()
 
 

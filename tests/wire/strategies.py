@@ -116,7 +116,7 @@ def handoff_rows(draw: st.DrawFn) -> HandoffRow:
         token_ids=ids,
         prompt_len=draw(st.integers(1, len(ids))),
         sampling=draw(sampling),
-        deadline_unix_ms=draw(_uint64),
+        time_left_ms=draw(_uint64),
         traceparent=draw(st.text(max_size=8)),
         num_held_tokens=draw(st.sampled_from(((), (("draft", 0), ("target", 0)), (("target", len(ids) - 1),)))),
         cache_salt=draw(st.none() | st.text(max_size=MAX_CACHE_SALT_CHARS)),

@@ -47,9 +47,9 @@ def test_ids_are_text_and_seeds_have_64_bits() -> None:
         field
         for field in fields
         if field.type != FieldDescriptor.TYPE_MESSAGE
-        and (field.name in growing or field.name.endswith(("bytes", "unix_ms")))
+        and (field.name in growing or field.name.endswith(("bytes", "left_ms")))
     ]
-    assert {*growing, "unsent_bytes", "deadline_unix_ms"} <= {field.name for field in numbers}
+    assert {*growing, "unsent_bytes", "time_left_ms"} <= {field.name for field in numbers}
     of_64_bits = (FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_FIXED64)
     assert [field.full_name for field in numbers if field.type not in of_64_bits] == []
 

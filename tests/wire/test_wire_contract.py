@@ -84,7 +84,7 @@ ROW = HandoffRow(
         token_rules=TokenRules((3, 9, 70_000), ((5,), (6, 7))),
         reasoning=Reasoning("<ü>", "</ü>", is_open=True, max_tokens=3),
     ),
-    deadline_unix_ms=2**40,
+    time_left_ms=2**40,
     traceparent="00-1-2-03",
     cache_salt="mandant ü",
     priority=-7,
