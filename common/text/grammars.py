@@ -9,6 +9,7 @@ token.
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -16,7 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
+from urllib.parse import quote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -71,6 +73,13 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name. A name may be spelled like a keyword."""
 _JSON = json.JSONDecoder()
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_MOST = 2**63
+_NEARLY_MOST = 2**63 - 1024
+"""llguidance reads numbers as doubles, and bounds of integers as 64 bits; of -_MOST it makes no range. The largest
+double below _MOST is _NEARLY_MOST.
+"""
+_KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
 _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
 """Matches a `$ref` that cannot lead into the value of a keyword in `_VALUES`."""
 _LARK_PART = re.compile(
@@ -80,6 +89,7 @@ _LARK_PART = re.compile(
 """Matches strings, regular expressions, comments and token names in a Lark grammar, in which a keyword does not count,
 and the keywords that JSON follows.
 """
+AnyT = TypeVar("AnyT")
 _Place: TypeAlias = "tuple[_Place, str] | None"
 """The place of a value in a schema: the place of what contains it, and its name or index there. None is the schema."""
 _Part: TypeAlias = tuple[_Place, dict[str, Any]]
@@ -563,6 +573,12 @@ def _check(place: _Place, part: dict[str, Any], *checks: Callable[[dict[str, Any
 def _check_keywords(part: dict[str, Any]) -> None:
     if "x-guidance" in part:
         raise _KeywordRefused("x-guidance", "is not supported")
+    for keyword, value in part.items():
+        if keyword in ("const", "enum"):
+            for number in _leaves(value, int, float):
+                _check_number(keyword, number)
+        elif isinstance(value, int | float):
+            _check_number(keyword, value, is_bound=keyword in _BOUNDS)
     multiple = part.get("multipleOf")
     if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
         raise _KeywordRefused("multipleOf", f"{multiple} is not in (0, {_MAX_MULTIPLE}]")
@@ -574,15 +590,31 @@ def _check_keywords(part: dict[str, Any]) -> None:
         raise _KeywordRefused("properties", why)
 
 
-def _make_writable(part: dict[str, Any]) -> None:
-    """Rewrites the patterns of a schema so that they match only strings that our grammars can write, and adds those of
-    dates and times.
+def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
+    """Raises _KeywordRefused if the library would read another number, or none."""
+    if isinstance(number, float) and not math.isfinite(number):
+        raise _KeywordRefused(keyword, f"{number} is a number that JSON lacks, or larger than any double")
+    if isinstance(number, int) and abs(number) < _MOST and number == int(float(number)):
+        return
+    if isinstance(number, int) and not (is_bound and (abs(number) >= _MOST or number == _MOST - 1)):
+        raise _KeywordRefused(keyword, f"{number} has more digits than a double holds")
 
-    Raises _KeywordRefused if a `const` or an `enum` has another string.
+
+def _make_writable(part: dict[str, Any]) -> None:
+    """Rewrites a schema so that its patterns match only strings that our grammars can write, with those of dates and
+    times, and that the library takes its bounds of integers and its references.
+
+    Raises _KeywordRefused if a `const` or an `enum` has another string, and for a bound that cannot be kept.
     """
     for keyword in ("const", "enum"):
-        if any(map(has_unwritable, _texts_in(part.get(keyword)))):
+        if any(map(has_unwritable, _leaves(part.get(keyword), str))):
             raise _KeywordRefused(keyword, "has a control character without a short escape")
+    kinds = part.get("type")
+    is_integer = "integer" in kinds and "number" not in kinds if isinstance(kinds, list) else kinds == "integer"
+    for keyword in _BOUNDS.intersection(part):
+        part[keyword] = _bound(keyword, part[keyword], is_integer=is_integer)
+    if isinstance(reference := part.get("$ref"), str):
+        part["$ref"] = quote(reference, safe=_KEPT_IN_REFERENCES)  # names such as Response[int]
     if isinstance(pattern := part.get("pattern"), str):
         part["pattern"] = _writable(pattern, "pattern")
     if isinstance(by_pattern := part.get("patternProperties"), dict):
@@ -590,6 +622,17 @@ def _make_writable(part: dict[str, Any]) -> None:
     name, others = part.get("format"), part.get("allOf", [])
     if isinstance(name, str) and name in DATE_PATTERNS and isinstance(others, list):
         part["allOf"] = [*others, {"pattern": DATE_PATTERNS[name]}]
+
+
+def _bound(keyword: str, bound: Any, *, is_integer: bool) -> Any:
+    if not isinstance(bound, int | float) or abs(bound) < _MOST - 1:
+        return bound
+    is_low = keyword in ("minimum", "exclusiveMinimum")
+    if is_integer and is_low and bound < 0:
+        return -_NEARLY_MOST
+    if is_integer and not is_low and bound > 0:
+        return _MOST - 1
+    raise _KeywordRefused(keyword, f"{bound:g} is not within 64 bits")
 
 
 def _writable(pattern: str, keyword: str) -> str:
@@ -666,11 +709,12 @@ def _has_odd_reference(schema: dict[str, Any]) -> bool:
     return isinstance(reference, str) and not _PLAIN_REFERENCE.fullmatch(reference)
 
 
-def _texts_in(value: Any) -> Iterator[str]:
+def _leaves(value: Any, *kinds: type[AnyT]) -> Iterator[AnyT]:
+    """Yields the values of these kinds in a JSON value, but names of objects and booleans."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, str):
+        if isinstance(part, kinds) and not isinstance(part, bool):
             yield part
         elif isinstance(part, dict):
             waiting += part.values()
