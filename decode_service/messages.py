@@ -22,9 +22,9 @@ class Submit:
     """Submits a validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
 
     `deadline_s` is a time of `time.monotonic`, infinite if there is no deadline. PhaseBegan events of the request are
-    posted only if `is_traced`. `client` names who shares rows and slots with others. `cache_salt` names the namespace
-    of the prefix cache that the request uses; "" is the common one. None means that it neither uses nor leaves cached
-    KV. `priority` decides when it is served, as common/priority.py says.
+    posted only if `is_traced`. `client` names who shares rows and slots with others, and `tenant` for whom that client
+    asks. `cache_salt` names the namespace of the prefix cache that the request uses; "" is the common one. None means
+    that it neither uses nor leaves cached KV. `priority` decides when it is served, as common/priority.py says.
     `matcher` follows the output of a request whose sampling is constrained; it has accepted the output that the request
     brought along, and belongs to the engine from now on.
     """
@@ -39,6 +39,7 @@ class Submit:
     wants_drafts: bool = True
     is_traced: bool = False
     client: str = ""
+    tenant: str = ""
     priority: int = 0
     cache_salt: str | None = None
     matcher: Matcher | None = None

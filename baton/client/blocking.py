@@ -223,7 +223,7 @@ class Client:
         `add_generation_prompt=False` the prompt ends with the last message.
 
         Requests with a lower `priority` are served earlier; the default is 0. A service may refuse negative ones.
-        `tenant` names whom the request is for. Tenants share a service that is configured for it.
+        `tenant` names whom the request is for. Tenants share what this caller may hold of the service.
 
         A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.

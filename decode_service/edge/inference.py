@@ -159,7 +159,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort_with(context, error)
 
     def _whose(self, checked: CheckedRequest, context: Context) -> str:
-        """Returns who shares this service with others: the request's tenant, if tenants count, else the caller."""
+        """Returns who shares this service with others: the request's tenant, if tenants have weights, else the caller,
+        whose tenants share what is the caller's.
+        """
         if self._tells_tenants_apart and checked.tenant is not None:
             return tenant_key(checked.tenant)
         return self._client_of(context)
@@ -218,6 +220,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             generated_token_ids=checked.generated_token_ids,
             sampling=sampling,
             choice_index=checked.choice_index,
+            tenant="" if self._tells_tenants_apart else checked.tenant or "",
             priority=checked.priority,
             deadline_s=_deadline_s(context),
             wants_drafts=checked.sampling.speculates,

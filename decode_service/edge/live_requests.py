@@ -178,6 +178,7 @@ class LiveRequests(OpenRequests):
         generated_token_ids: Sequence[int],
         sampling: ResolvedSampling,
         choice_index: int,
+        tenant: str = "",
         priority: int = 0,
         deadline_s: float,
         wants_drafts: bool,
@@ -188,8 +189,8 @@ class LiveRequests(OpenRequests):
         there is no room for the log-probabilities of its prompt.
 
         `generated_token_ids` are the output that the request brought along. `choice_index` is the number of the choice
-        among those of a request for several answers. `Submit` explains `deadline_s`, `priority`, `cache_salt` and
-        `matcher`.
+        among those of a request for several answers. `Submit` explains `tenant`, `deadline_s`, `priority`,
+        `cache_salt` and `matcher`.
         """
         if isinstance(live.ending, BatonError):
             raise live.ending
@@ -212,6 +213,7 @@ class LiveRequests(OpenRequests):
                 cache_salt=cache_salt,
                 matcher=matcher,
                 client=client,
+                tenant=tenant,
                 is_traced=live.trace.is_recording,
             )
         )

@@ -76,7 +76,7 @@ class _Spared:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The first request in turn that lacks a row or slots. Of its `num_tokens` tokens those need none that the prefix
+    """A waiting request that lacks a row or slots. Of its `num_tokens` tokens those need none that the prefix
     cache has for `key`; `is_received` says whether the others come from a replica. `num_spared_rows` rows and
     `num_spared` slots must be left after it.
     """
@@ -98,7 +98,8 @@ class PrefillDispatcher:
     ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
     come. A refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer
     wait. If a request was refused or waits for KV, none after it in turn gets the row and the slots that it will need.
-    After `hand_off` `short` is the request that it found to lack a row or slots, if any: none after that one started.
+    After `hand_off` `short` has the requests for which others may give way: the first in turn that lacks a row or
+    slots, after which none started, and then the first of each client, to which its other tenants may owe some.
 
     A request waits while much of its KV is on its way for another one. Then it gets a row that shares that KV, and asks
     for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to no replica: `local`
@@ -147,7 +148,7 @@ class PrefillDispatcher:
         self._is_degraded = False
         self._looked_s = -math.inf  # when the queue was looked at last
         self._was_short_of_slots = False  # at that look
-        self.short: Short | None = None
+        self.short: list[Short] = []
         self._seen: tuple[int, ...] | None = None  # the changes that the last look at the queue knew
         self._look_again_s = 0.0  # when the queue is looked at even if nothing has changed
         self._call_numbers = itertools.count()
@@ -261,7 +262,7 @@ class PrefillDispatcher:
         """
         now_s = self._clock()
         self._update_degraded(now_s)
-        self.short = None
+        self.short = []
         if not self._waiting:
             self._was_short_of_slots = False
             self._shares.rest()
@@ -292,7 +293,7 @@ class PrefillDispatcher:
                 continue
             lease = self._reserve(req, spared, stays_home=stays_home)
             if isinstance(lease, Short):
-                self.short = lease
+                self.short.append(lease)
                 break
             if stays_home:
                 self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
@@ -314,11 +315,18 @@ class PrefillDispatcher:
         for replica, reqs in by_replica.items():
             for start in range(0, len(reqs), MAX_CALL_ROWS):
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
-        self._looked_s, self._was_short_of_slots = now_s, self.short is not None
+        if self.short:
+            self.short += [
+                self._lack(req, spared, stays_home=self._stays_home(req))
+                for req in self._waiting.first_of_each_client(now_s)
+                if req is not self.short[0].req and req.not_before_s <= now_s and req.awaited is None
+            ]
+        self._looked_s, self._was_short_of_slots = now_s, bool(self.short)
         self._seen = self._changes()  # those who fail now may leave room to others
         self._look_again_s = min(self._fail_overdue(now_s), now_s + _LOOK_INTERVAL_S)
-        if self.short is not None and now_s < (reclaim_s := self.short.req.since_s + self._reclaim_after_s):
-            self._look_again_s = min(self._look_again_s, reclaim_s)
+        for short in self.short:
+            if now_s < (reclaim_s := short.req.since_s + self._reclaim_after_s):
+                self._look_again_s = min(self._look_again_s, reclaim_s)
         if self._degraded_from_s > now_s:
             self._look_again_s = min(self._look_again_s, self._degraded_from_s)
 
@@ -401,21 +409,26 @@ class PrefillDispatcher:
         Rows and slots that are `spared` do not count as free, nor do some slots for each row in use. `stays_home` means
         that this service computes the prompt itself.
         """
+        lack = self._lack(req, spared, stays_home=stays_home)
+        if self._pool.num_free_rows <= spared.num_rows:
+            return lack
+        lease = self._pool.reserve(
+            lack.num_tokens,
+            key=req.cache_key if lack.num_tokens else None,
+            uses_cached=not (stays_home and req.is_scored),
+            num_spared=lack.num_spared,
+            is_received=lack.is_received,
+        )
+        return lack if lease is None else lease
+
+    def _lack(self, req: Request, spared: _Spared, *, stays_home: bool) -> Short:
         num_others = self._pool.rows.max_rows - self._pool.num_free_rows + spared.num_rows
         num_spared = spared.num_tokens
         if num_others:
             num_spared += (num_others + 1) * HEADROOM_TOKENS
         num_tokens = len(req.token_ids) if req.needs_kv or stays_home else 0
-        key = req.cache_key if num_tokens else None
-        uses_cached = not (stays_home and req.is_scored)
-        is_received = not stays_home and num_tokens > 0
-        if self._pool.num_free_rows > spared.num_rows:
-            lease = self._pool.reserve(
-                num_tokens, key=key, uses_cached=uses_cached, num_spared=num_spared, is_received=is_received
-            )
-            if lease is not None:
-                return lease
-        return Short(req, num_tokens, key if uses_cached else None, is_received, spared.num_rows, num_spared)
+        key = None if not num_tokens or (stays_home and req.is_scored) else req.cache_key
+        return Short(req, num_tokens, key, not stays_home and num_tokens > 0, spared.num_rows, num_spared)
 
     def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
         call_id = f"call-{next(self._call_numbers)}"
@@ -435,7 +448,7 @@ class PrefillDispatcher:
                     num_held_tokens=tuple((name, req.num_unsent(name)) for name in sorted(self._pool.groups)),
                     cache_salt=req.namespace,
                     priority=self._waiting.level(req, now_s),
-                    client=req.client,
+                    client=f"{req.client} / {req.tenant}" if req.tenant else req.client,
                 )
             )
             req.num_attempts += 1

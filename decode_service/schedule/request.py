@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -96,6 +96,10 @@ class RowTokens(Protocol):
         """Returns the output tokens that the request in pool row `row` has gained since it entered that row."""
 
 
+Sharer: TypeAlias = tuple[str, str]
+"""Who shares rows and slots: a client, and the one of its tenants for whom the request is, or ""."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The engine's record of one live request. Only `Lives` writes `phase`, `lease` and `seconds`.
@@ -136,6 +140,7 @@ class Request:
     wants_drafts: bool = True
     is_traced: bool = False
     client: str = ""
+    tenant: str = ""
     cache_salt: str | None = None
     avoids_cache: bool = False
     phase: Phase = Phase.QUEUE
@@ -178,11 +183,16 @@ class Request:
             wants_drafts=submit.wants_drafts,
             is_traced=submit.is_traced,
             client=submit.client,
+            tenant=submit.tenant,
             cache_salt=submit.cache_salt,
             num_cached_tokens=None if len(submit.token_ids) == submit.prompt_len else 0,
             end_ids=frozenset(submit.sampling.end_token_ids),
             matcher=submit.matcher,
         )
+
+    @property
+    def sharer(self) -> Sharer:
+        return self.client, self.tenant
 
     @property
     def turn(self) -> tuple[float, int]:

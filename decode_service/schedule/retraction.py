@@ -56,24 +56,38 @@ class Retraction:
             self._retract_last(running)
         return True
 
-    def make_way(self, running: ScheduleBatch, short: Short) -> None:
-        """Takes rows and slots for the first waiting request in turn, which lacks some, from clients that hold more.
+    def make_way(self, running: ScheduleBatch, short: Sequence[Short]) -> None:
+        """Takes rows and slots for one of the waiting requests that lack some, from clients or tenants that hold more.
 
-        It does so once that request has waited for `reclaim_after_s`. Requests of no better level give way whose client
-        stands behind the waiting one even with what that gets: so they wait behind it. If all of these would not be
-        enough, none gives way.
+        It does so for one that has waited for `reclaim_after_s`: the first in turn, or else another one for which its
+        own client's other tenants can give way. Requests of no better level give way whose client (or tenant) stands
+        behind the waiting one even with what that gets: so they wait behind it. If all of these would not be enough,
+        none gives way.
         """
-        req, now_s = short.req, self._clock()
-        if not self._reclaim_after_s or now_s - req.since_s < self._reclaim_after_s:
-            return
+        now_s = self._clock()
+        for place, each in enumerate(short):
+            if self._reclaim_after_s and now_s - each.req.since_s >= self._reclaim_after_s:
+                if giving_way := self._giving_way(running, each, now_s, is_first=place == 0):
+                    for req in giving_way:
+                        self._retract(running, req)
+                    return
+                self._shares.look(self._lives.holding, now_s)
+
+    def _giving_way(self, running: ScheduleBatch, short: Short, now_s: float, *, is_first: bool) -> Sequence[Request]:
+        """Returns the requests that give way to one that waits. There are none if all are too few, or none need to."""
+        req = short.req
         level = self._level(req, now_s)
-        num_cached = self._pool.num_cached(short.key, is_received=short.is_received)
         others = [
             each
             for each in (*running.reqs, *self._lives.bringing_kv)
-            if each.lease is not None and each.client != req.client and self._level(each, now_s) >= level
+            if each.lease is not None
+            and each.sharer != req.sharer
+            and (is_first or each.client == req.client)
+            and self._level(each, now_s) >= level
         ]
-        standing = self._shares.standing_with(req.client, short.num_tokens)
+        if not others:
+            return ()
+        num_cached = self._pool.num_cached(short.key, is_received=short.is_received)
         leaving: list[RowLease] = []
         giving_way: list[Request] = []
         while not self._pool.has_room(
@@ -83,17 +97,16 @@ class Retraction:
             num_spared=short.num_spared,
             leaving=leaving,
         ):
-            others = [each for each in others if self._shares.standing(each.client) > standing]
+            others = [each for each in others if self._shares.is_behind(each.sharer, req.sharer, short.num_tokens)]
             if not others:
-                return
+                return ()
             last = self._last_of(others, now_s)
             assert last.lease is not None
             others.remove(last)
             giving_way.append(last)
             leaving.append(last.lease)
-            self._shares.gives(last.client, last.lease.num_tokens)
-        for each in giving_way:
-            self._retract(running, each)
+            self._shares.gives(last.sharer, last.lease.num_tokens)
+        return giving_way
 
     def requeue_left(self) -> None:
         """Moves the requests that `prepare` retracted back to the waiting queue.
@@ -121,7 +134,7 @@ class Retraction:
         self._retract(running, self._last_of([*running.reqs, *self._lives.bringing_kv], now_s))
 
     def _last_of(self, reqs: Sequence[Request], now_s: float) -> Request:
-        return max(reqs, key=lambda req: (self._level(req, now_s), self._shares.standing(req.client), req.turn))
+        return max(reqs, key=lambda req: (self._level(req, now_s), self._shares.standing(req.sharer), req.turn))
 
     def _retract(self, running: ScheduleBatch, req: Request) -> None:
         self.num_retractions += 1

@@ -310,8 +310,7 @@ class DecodeEngine:
                     ready = self._dispatcher.collect()
                 self.pool.reclaim()
                 self._dispatcher.hand_off()
-                if self._dispatcher.short is not None:
-                    self._retraction.make_way(self._running, self._dispatcher.short)
+                self._retraction.make_way(self._running, self._dispatcher.short)
                 has_chunks = self._local.launch()
                 batch = self._next_batch(ready)
                 begun = self._launch(batch) if batch is not None else None

@@ -514,13 +514,16 @@ async def test_one_line_and_one_count_for_each_request(edge: Edge) -> None:
 
 
 @pytest.mark.parametrize("tells_tenants_apart", [False, True])
-async def test_a_tenant_shares_the_service_under_its_own_name_if_tenants_count(tells_tenants_apart: bool) -> None:
+async def test_a_tenant_shares_the_service_under_its_own_name_or_what_its_client_has(tells_tenants_apart: bool) -> None:
     async with running_edge([], tells_tenants_apart=tells_tenants_apart) as edge:
-        calls, clients = [], []
+        calls = []
         for number, fields in enumerate(({"tenant": "a"}, {"tenant": "b"}, {}), start=1):
             calls.append(edge.generate(**fields))
-            clients.append((await edge.engine.submitted(number)).client)
+            await edge.engine.submitted(number)
+        submits = edge.engine.of_type(Submit)
+    clients, tenants = [each.client for each in submits], [each.tenant for each in submits]
     assert clients == (["tenant a", "tenant b", "loopback"] if tells_tenants_apart else ["loopback"] * 3)
+    assert tenants == ([""] * 3 if tells_tenants_apart else ["a", "b", ""])
 
 
 async def test_a_full_service_sheds_what_it_would_serve_last(edge: Edge) -> None:

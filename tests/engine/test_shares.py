@@ -22,7 +22,9 @@ LONG = 56
 
 
 class Contest:
-    """A decode engine, and clients that always have so many requests open, each with so many tokens of output."""
+    """A decode engine, and clients that always have so many requests open, each with so many tokens of output. A client
+    is named with its tenant, as CLIENT/TENANT, if it has some.
+    """
 
     def __init__(
         self,
@@ -52,7 +54,8 @@ class Contest:
     def submit(self, client: str, num_output: int, *, num_prompt: int = 2) -> Outcome:
         number = next(self._numbers)
         prompt = [1 + (number + place) % 50 for place in range(num_prompt)]
-        outcome = self.scripted.submit(f"{client} {number}", prompt, num_output, client=client)
+        of, _, tenant = client.partition("/")
+        outcome = self.scripted.submit(f"{client} {number}", prompt, num_output, client=of, tenant=tenant)
         self._open.setdefault(client, []).append(outcome)
         self._all[client].append(outcome)
         return outcome
@@ -186,6 +189,32 @@ def test_one_that_comes_back_has_its_place_among_its_own_clients() -> None:
     contest.finish()
 
 
+# ---- tenants of a client -----------------------------------------------------------------------------------------
+
+
+def test_a_new_tenant_is_served_as_soon_as_a_new_client() -> None:
+    contest = Contest(max_rows=4, max_kv_tokens=160)
+    contest.keep_open("gateway/greedy", 8, LONG)
+    contest.keep_open("other", 8, LONG)
+    contest.run(4.0)
+    for newcomer in ("gateway/new", "gateway", "third/new"):
+        assert contest.seconds_until(contest.submit(newcomer, 3)) <= RECLAIM_S + FEW_STEPS_S
+        contest.run(1.0)
+    contest.finish()
+
+
+def test_a_client_gets_no_more_for_having_many_tenants() -> None:
+    contest = Contest(max_rows=4)
+    for number in range(10):
+        contest.keep_open(f"many/{number}", 1, 12)
+    contest.keep_open("one", 8, 12)
+    tokens = contest.run(60.0)
+    mine = [tokens[f"many/{number}"] for number in range(10)]
+    assert 0.8 < sum(mine) / tokens["one"] < 1.25, tokens
+    assert min(mine) > 0.6 * max(mine), tokens
+    contest.finish()
+
+
 # ---- over time -------------------------------------------------------------------------------------------------------
 
 
@@ -223,15 +252,15 @@ def test_a_client_that_asked_for_nothing_has_saved_nothing_up() -> None:
 
 
 def holder(client: str) -> Any:
-    return SimpleNamespace(client=client, lease=SimpleNamespace(num_tokens=1))
+    return SimpleNamespace(sharer=(client, ""), lease=SimpleNamespace(num_tokens=1))
 
 
 def test_the_charges_of_clients_that_left_are_bounded() -> None:
     shares = Shares({}, max_rows=1, num_slots=100)
     for number in range(2000):
         client = str(number)
-        shares.begin_to_wait(client)
-        shares.end_to_wait(client)
+        shares.begin_to_wait((client, ""))
+        shares.end_to_wait((client, ""))
         shares.look([holder(client)], float(number))
     assert shares.num_charges <= 1025
 
@@ -239,15 +268,15 @@ def test_the_charges_of_clients_that_left_are_bounded() -> None:
 def test_newcomers_do_not_pass_one_that_waits_for_ever() -> None:
     shares = Shares({}, max_rows=1, num_slots=100)
     for client in ("busy", "old"):
-        shares.begin_to_wait(client)
+        shares.begin_to_wait((client, ""))
     shares.look([holder("old")], 0.0)
     shares.look([], 100.0)
     for number in range(500):
         new = str(number)
-        shares.begin_to_wait(new)
-        if shares.standing("old") < shares.standing(new):
+        shares.begin_to_wait((new, ""))
+        if shares.standing(("old", "")) < shares.standing((new, "")):
             break
-        shares.end_to_wait(new)
+        shares.end_to_wait((new, ""))
         shares.look([holder(new)], 100.0 + 2 * number)
         shares.look([], 101.0 + 2 * number)
     else:
