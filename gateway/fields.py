@@ -318,7 +318,7 @@ def _number_schema(option: NumberOption) -> dict[str, Any]:
     low = "exclusiveMinimum" if option.is_low_open else "minimum"
     kind = "integer" if option.kind is int else "number"
     within = {"type": kind, low: option.low, "maximum": option.high}
-    others = [0] * option.takes_zero + [-1] * (option.name in _NUMBER_TYPES)
+    others = [-1] * (option.name in _NUMBER_TYPES)
     about = {"description": option.help, "default": option.default}
     return {**about, "anyOf": [within, {"enum": others}]} if others else {**about, **within}
 

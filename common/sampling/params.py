@@ -24,7 +24,7 @@ MAX_UINT32 = (1 << 32) - 1
 class NumberOption:
     """The definition of a sampling option that is a number: its default, range and help text.
 
-    Values lie in [low, high], or in (low, high] if `is_low_open`. If `takes_zero`, 0 is allowed too.
+    Values lie in [low, high], or in (low, high] if `is_low_open`.
     """
 
     name: str
@@ -33,7 +33,6 @@ class NumberOption:
     low: float
     high: float
     is_low_open: bool
-    takes_zero: bool
     help: str
 
     def fault(self, value: float) -> str | None:
@@ -41,23 +40,13 @@ class NumberOption:
         valid.
         """
         above = self.low < value if self.is_low_open else self.low <= value
-        if (math.isfinite(value) and above and value <= self.high) or (self.takes_zero and value == 0):
+        if math.isfinite(value) and above and value <= self.high:
             return None
-        zero, bracket = "0 or " if self.takes_zero else "", "(" if self.is_low_open else "["
-        return f"{value} is not {zero}in {bracket}{self.low:g}, {self.high:g}]"
+        return f"{value} is not in {'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
 
 
-def _number(
-    default: float, *, low: float, high: float, is_low_open: bool = False, takes_zero: bool = False, help: str
-) -> Any:
-    about = {
-        "default": default,
-        "low": low,
-        "high": high,
-        "is_low_open": is_low_open,
-        "takes_zero": takes_zero,
-        "help": help,
-    }
+def _number(default: float, *, low: float, high: float, is_low_open: bool = False, help: str) -> Any:
+    about = {"default": default, "low": low, "high": high, "is_low_open": is_low_open, "help": help}
     return field(default=default, metadata=about)
 
 
@@ -74,13 +63,7 @@ class ResolvedSampling:
 
     seed: int
     max_tokens: int
-    temperature: float = _number(
-        1.0,
-        low=1e-3,  # with less, logits / temperature overflow float16, and tokens equal greedy's
-        high=100.0,
-        takes_zero=True,
-        help="Higher is more varied; 0 is greedy.",
-    )
+    temperature: float = _number(1.0, low=0.0, high=100.0, help="Higher is more varied; 0 is greedy.")
     top_p: float = _number(
         1.0, low=0.0, high=1.0, is_low_open=True, help="Draw from the likeliest tokens that hold this share."
     )

@@ -7,7 +7,7 @@ depends on a row's index in a batch, so merging and filtering batches needs no r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -181,11 +181,17 @@ class SamplingState:
         self.output_counts.index_put_((each_row, token_ids), is_counted.to(torch.int32), accumulate=True)
 
 
+_COOLEST = 1e-3
+"""The smallest temperature that is computed with. With less, logits / temperature overflow float16, and tokens equal
+greedy's.
+"""
 FLOAT_OPTIONS = tuple(name for name, option in NUMBER_OPTIONS.items() if option.kind is float)
 """The names of the columns in `SamplingState.floats`, in order."""
 
 
 def _float_params_of(sampling: ResolvedSampling) -> tuple[float, ...]:
+    if 0.0 < sampling.temperature < _COOLEST:
+        sampling = replace(sampling, temperature=_COOLEST)
     return tuple([getattr(sampling, name) for name in FLOAT_OPTIONS])
 
 

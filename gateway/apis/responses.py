@@ -508,7 +508,7 @@ class ResponseAnswer:
 def _usage(counts: TokenCounts) -> dict[str, Any]:
     return {
         "input_tokens": counts.num_prompt,
-        "input_tokens_details": {"cached_tokens": counts.num_cached},
+        "input_tokens_details": {"cached_tokens": counts.num_cached, "cache_write_tokens": 0},
         "output_tokens": counts.num_completion,
         "output_tokens_details": {"reasoning_tokens": counts.num_reasoning, **counts.drafts},
         "total_tokens": counts.num_prompt + counts.num_completion,

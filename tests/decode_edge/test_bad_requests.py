@@ -224,7 +224,7 @@ def test_a_list_that_is_too_long_or_absent_is_refused_before_its_entries_are_loo
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.1, NAN, INF, -INF, 1e-30, 1000.0]),
+        ("temperature", [-0.1, NAN, INF, -INF, 1000.0]),
         ("top_p", [0.0, -0.5, 1.5, NAN]),
         ("min_p", [-0.1, 1.1, NAN]),
         ("max_tokens", [CONTEXT - 2, 2**32 - 1]),

@@ -105,7 +105,7 @@ def test_an_output_is_a_list_of_items(edge: GatewayHere) -> None:
     assert response.usage is not None
     assert response.usage.to_dict() == {
         "input_tokens": 3,
-        "input_tokens_details": {"cached_tokens": 2},
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
         "output_tokens": 7,
         "output_tokens_details": {
             "reasoning_tokens": 3,

@@ -59,6 +59,14 @@ def test_greedy_takes_the_most_likely_token() -> None:
     assert torch.equal(draw(logits, [params(temperature=0.0)] * 4, [9] * 4).token_ids, logits.argmax(1))
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-4, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_temperature_near_0_is_as_good_as_greedy(temperature: float, dtype: torch.dtype) -> None:
+    logits = random_logits(4).to(dtype)
+    drawn = draw(logits, [params(temperature=temperature, top_p=0.9)] * 4, [9] * 4)
+    assert torch.equal(drawn.token_ids, logits.argmax(1)) and not drawn.is_invalid.any()
+
+
 def test_the_largest_is_the_first_of_several_or_the_first_nan() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, float("nan"), 5.0], [float("-inf")] * 3])
     assert largest(logits).tolist() == logits.argmax(1).tolist() == [1, 1, 0]

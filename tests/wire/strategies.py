@@ -68,8 +68,7 @@ def number(option: NumberOption) -> st.SearchStrategy[float]:
     if option.kind is int:
         return st.integers(int(option.low), int(option.high))
     low = float(np.nextafter(np.float32(option.low), np.float32(1))) if option.low else 2.0**-10
-    values = st.floats(low if option.is_low_open or option.low > 0 else option.low, option.high, width=32)
-    return values | st.just(0.0) if option.takes_zero else values
+    return st.floats(low if option.is_low_open or option.low > 0 else option.low, option.high, width=32)
 
 
 grammars = st.builds(
