@@ -122,8 +122,8 @@ def string(place: str, value: Any, of: str = "") -> str:
     return value
 
 
-def text_of(place: str, value: Any, kinds: Mapping[str, str]) -> str:
-    """Returns a message's content as one string. A list of parts is joined.
+def text_of(place: str, value: Any, kinds: Mapping[str, str], *, between: str = "\n") -> str:
+    """Returns a message's content as one string, with `between` between the parts of a list.
 
     `kinds` maps the types that parts may have to the names of the fields with their texts. Raises ApiError, which names
     `place`, for anything else.
@@ -132,7 +132,7 @@ def text_of(place: str, value: Any, kinds: Mapping[str, str]) -> str:
         return value
     if not isinstance(value, list):
         raise invalid(place, "must be a string or a list of text parts")
-    return "".join(_part(f"{place}[{number}]", part, kinds) for number, part in enumerate(value))
+    return between.join(_part(f"{place}[{number}]", part, kinds) for number, part in enumerate(value))
 
 
 def _part(place: str, part: Any, kinds: Mapping[str, str]) -> str:

@@ -35,6 +35,7 @@ _REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
 """Matches the JSON parser's error message for a name that comes twice in one object."""
 _HARMLESS = frozenset(
     {
+        "client_metadata",
         "guided_decoding_backend",
         "metadata",
         "prompt_cache_key",
@@ -209,7 +210,7 @@ class ChoicesFields(GenerationFields):
     n: Annotated[int, Field(ge=1)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
     max_tokens: int | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat, BeforeValidator(without_null)] | None = None
     # Fields beyond OpenAI's.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False

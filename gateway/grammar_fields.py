@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.grammar.grammar import MAX_CHARS, GrammarKind
 from gateway.errors import invalid
@@ -48,11 +48,11 @@ class JsonSchema(StrictFields):
 
 
 class ResponseFormat(StrictFields):
-    """The field `response_format`, in OpenAI's form or in llama.cpp's, which has the schema beside the type."""
+    """The field `response_format`, in OpenAI's form, or llama.cpp's or TGI's with the schema beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    content: Annotated[SchemaText | None, Field(alias="schema")] = None
+    content: Annotated[SchemaText | None, Field(validation_alias=AliasChoices("schema", "value"))] = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

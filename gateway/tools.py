@@ -16,6 +16,7 @@ from gateway.errors import invalid
 _NAME = re.compile("[a-zA-Z0-9_-]+")
 _NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": False}
 """Fields of a tool that are not served, with the values that ask for nothing."""
+_BESIDE = ("type", "cache_control")
 _CHOICES = ("none", "auto", "required")
 
 
@@ -80,11 +81,11 @@ def parse_function(
 def _tool(place: str, tool: Any, *, is_flat: bool) -> Tool:
     if not isinstance(tool, dict):
         raise invalid(place, "must be an object with type and " + ("name" if is_flat else "function"))
-    if tool.get("type") != "function":
+    if tool.get("type") not in (None, "function"):
         raise kind_not_served(f"{place}.type", tool.get("type"), '"function" is')
     if is_flat:
-        return parse_function(place, {name: value for name, value in tool.items() if name != "type"})
-    refuse_other_fields(place, tool, {"type", "function"})
+        return parse_function(place, {name: value for name, value in tool.items() if name not in _BESIDE})
+    refuse_other_fields(place, tool, {*_BESIDE, "function"})
     function, place = tool.get("function"), f"{place}.function"
     if not isinstance(function, dict):
         raise invalid(place, "must be an object with a name")
@@ -115,7 +116,7 @@ def _choice(choice: Any, names: Sequence[str], *, allows_several: bool, is_flat:
             raise invalid("tool_choice", "is only allowed when tools are specified")
         case "required":
             return ToolChoice(required=True, parallel=allows_several)
-        case {"type": "function"}:
+        case dict() if choice.get("type") in (None, "function"):
             name = _chosen("tool_choice", choice, names, is_flat=is_flat)
             return ToolChoice(required=True, names=(name,), parallel=False)
         case {"type": "allowed_tools"}:
@@ -143,7 +144,7 @@ def _allowed(place: str, allowed: Any, names: Sequence[str], *, allows_several: 
 def _chosen(place: str, choice: Any, names: Sequence[str], *, is_flat: bool) -> str:
     """Returns the name in the choice of a function, which must be a tool's."""
     form = '{"type": "function", "name": ...}' if is_flat else '{"type": "function", "function": {"name": ...}}'
-    if not isinstance(choice, dict) or choice.get("type") != "function":
+    if not isinstance(choice, dict) or choice.get("type") not in (None, "function"):
         raise invalid(place, f"must be {form}")
     inner, function = ("", choice) if is_flat else (".function", choice.get("function"))
     match function:

@@ -36,8 +36,11 @@ from gateway.plan import ChatPrompt, Plan
 from gateway.tools import parse_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_MESSAGE_FIELDS = {"role", "content", "name"}
-_FIELDS_OF_ROLES = {"assistant": {"refusal", "tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
+_MESSAGE_FIELDS = {"role", "content", "name", "cache_control"}
+_FIELDS_OF_ROLES = {
+    "assistant": {"refusal", "tool_calls", "reasoning_content", "reasoning", "reasoning_details"},
+    "tool": {"tool_call_id"},
+}
 _CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index"}, {"name", "arguments"}
 _MAX_NAME_CHARS = 64
 _TEXT = {"text": "text"}
@@ -263,10 +266,10 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
         raise invalid(f"{place}.name", f"must be a string of at most {_MAX_NAME_CHARS} characters")
     if role == "assistant":
         calls = _tool_calls(f"{place}.tool_calls", message.get("tool_calls"))
-        said, reasoning = _said_by_assistant(place, message, has_calls=bool(calls)), message.get("reasoning_content")
-        return ChatMessage(
-            role, said, calls, reasoning=string(f"{place}.reasoning_content", "" if reasoning is None else reasoning)
-        )
+        said = _said_by_assistant(place, message, has_calls=bool(calls))
+        names = ("reasoning_content", "reasoning")  # two names of one thing
+        reasoning = [string(f"{place}.{name}", message[name]) for name in names if message.get(name) is not None]
+        return ChatMessage(role, said, calls, reasoning=reasoning[0] if reasoning else "")
     return ChatMessage(_ROLES[role], text_of(f"{place}.content", message.get("content"), _TEXT))
 
 

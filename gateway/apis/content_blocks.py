@@ -42,6 +42,10 @@ _KINDS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
+_BILLING = "x-anthropic-billing-header:"
+"""How a block of the system prompt begins that Claude Code sends for Anthropic's billing. It is another one in each
+request, so the model's cache would begin with nothing.
+"""
 _JOINED_ROLES = {"user", "assistant"}
 
 _Block = tuple[str, Mapping[str, Any]]
@@ -55,7 +59,9 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
     Also returns the names of what is in the messages, by their names in the gRPC request. Raises ApiError, which names
     the wrong field.
     """
-    words = "" if system is None else text_of("system", system, _TEXT)
+    words = "" if system is None else text_of("system", system, _TEXT, between="")
+    if isinstance(system, list):
+        words = "".join([block["text"] for block in system if not block["text"].startswith(_BILLING)])
     turns = [Turn(ChatMessage("system", words), "system")] if words else []
     num_results = 0
     for index, message in enumerate(messages):
@@ -100,32 +106,29 @@ def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[Turn]:
             num_results += 1
             yield Turn(_result(where, block), where)
     if words:
-        yield Turn(ChatMessage("user", "".join(words)), place)
+        yield Turn(ChatMessage("user", "\n".join(words)), place)
     elif num_results == 0:
         raise invalid(f"{place}.content", "must not be empty")
 
 
 def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> Turn:
-    """Returns an assistant's message. Texts with another block between them become lines, as in a chat's answer."""
+    """Returns an assistant's message. Its texts become lines, as in a chat's answer."""
     words: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
     places: list[str] = []
-    before = ""
     for where, block in blocks:
-        kind = block["type"]
-        match kind:
-            case "text" | "thinking":
-                texts = words if kind == "text" else reasoning
-                texts += ["\n"] if texts and before != kind else []
-                texts.append(_text((where, block)))
+        match block["type"]:
+            case "text":
+                words.append(_text((where, block)))
+            case "thinking":
+                reasoning.append(_text((where, block)))
             case "tool_use" if len(calls) == MAX_TOOL_CALLS:
                 raise invalid(f"{place}.content", f"more than {MAX_TOOL_CALLS} calls")
             case "tool_use":
                 calls.append(_call(where, block))
                 places.append(where)
-        before = kind
-    message = ChatMessage("assistant", "".join(words), tuple(calls), reasoning="".join(reasoning))
+    message = ChatMessage("assistant", "\n".join(words), tuple(calls), reasoning="\n".join(reasoning))
     return Turn(message, place, tuple(places))
 
 

@@ -80,8 +80,8 @@ def test_a_stream_is_server_sent_events_that_end_with_done(gateway: GatewayHere)
         ({"content": "", "refusal": "no"}, "no"),
         ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
         (
-            {"content": [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "won't"}], "refusal": None},
-            "I won't",
+            {"content": [{"type": "text", "text": "I"}, {"type": "refusal", "refusal": "won't"}], "refusal": None},
+            "I\nwon't",
         ),
         ({"content": None}, ""),
         ({"content": None, "refusal": None, "tool_calls": [], "function_call": None, "audio": None}, ""),
@@ -104,7 +104,7 @@ def called(id: str, arguments: str = '{"a": 1}', **fields: Any) -> dict[str, Any
     [
         ({"content": None}, ""),
         ({}, ""),
-        ({"content": "let me see"}, "let me see"),
+        ({"content": "let me see", "reasoning": None, "reasoning_details": [{}]}, "let me see"),
         ({"content": [{"type": "text", "text": "let me see"}], "refusal": None, "function_call": None}, "let me see"),
         ({"refusal": "no"}, "no"),
     ],
@@ -112,15 +112,18 @@ def called(id: str, arguments: str = '{"a": 1}', **fields: Any) -> dict[str, Any
 )
 def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], expected: str) -> None:
     calls = [called("x"), called("y", arguments="", index=1)]
-    parts = [{"type": "text", "text": "the other"}, {"type": "text", "text": " thing"}]
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        {"role": "user", "content": [{"type": "text", "text": "the other thing"}, {"type": "text", "text": "Now."}]},
+    ]
     messages.append({"role": "assistant", "tool_calls": calls, **message})
     messages.append({"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "7"}]})
     messages.append({"role": "tool", "tool_call_id": "y", "content": "8", "name": "sum"})
     (prompt,) = parse_chat(json.dumps({"model": "tiny", "messages": messages}).encode()).prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages == (
-        *CHAT,
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "the other thing\nNow."),
         ChatMessage("assistant", expected, (ToolCall("add", '{"a": 1}', "x"), ToolCall("add", "", "y"))),
         ChatMessage("tool", "7", tool_call_id="x"),
         ChatMessage("tool", "8", tool_call_id="y", name="sum"),

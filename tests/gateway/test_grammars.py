@@ -39,6 +39,12 @@ def asked(plan: Plan) -> dict[str, Any]:
         ({"response_format": {"type": "json_object"}}, "response_format", {"json_schema": ANY}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format", {"json_schema": SCHEMA}),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "response_format", {"json_schema": SCHEMA}),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, "response_format", {"json_schema": SCHEMA}),
+        (
+            {"response_format": {"type": "json_object", "value": None, "schema": None}},
+            "response_format",
+            {"json_schema": ANY},
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
             "response_format",

@@ -87,9 +87,12 @@ def prompt_of(**fields: Any) -> ChatPrompt:
 
 def test_a_conversation_becomes_a_chat() -> None:
     prompt = prompt_of(
-        system=[text("Be brief. ", cache_control={"type": "ephemeral"}), text("Be kind.")],
+        system=[
+            text("x-anthropic-billing-header: cc_version=2.1; cch=a1b2c;"),
+            *(text("Be brief. ", cache_control={"type": "ephemeral"}), text("Be kind.")),
+        ],
         messages=[
-            {"role": "user", "content": [text("What time"), text(" is it?")]},
+            {"role": "user", "content": [text("What time"), text("is it?")]},
             {
                 "role": "assistant",
                 "content": [
@@ -105,14 +108,14 @@ def test_a_conversation_becomes_a_chat() -> None:
     )
     assert prompt.messages == (
         ChatMessage("system", "Be brief. Be kind."),
-        ChatMessage("user", "What time is it?"),
+        ChatMessage("user", "What time\nis it?"),
         ChatMessage(
             "assistant",
             "I look.\nThen I tell.",
             (ToolCall("clock", '{"zone": "é"}', "call_1"),),
             reasoning="A clock.",
         ),
-        ChatMessage("tool", "noon", tool_call_id="call_1"),
+        ChatMessage("tool", "no\non", tool_call_id="call_1"),
         ChatMessage("user", "Well?"),
     )
     assert (prompt.tools, prompt.options) == (None, {})
@@ -356,9 +359,9 @@ def test_calls_come_with_input_that_fits_and_their_results_go_back(gateway: Gate
 
 
 def test_a_message_of_the_assistant_is_continued(gateway: GatewayHere, pair: Client) -> None:
-    messages = [*USER, {"role": "assistant", "content": [text("It "), text("is ")]}]
+    messages = [*USER, {"role": "assistant", "content": [text("It"), text("is ")]}]
     message = both(gateway, model="tiny", messages=messages, temperature=0)
-    prompt = "<|start|>user\nthe other thing<|end|>\n<|start|>assistant\nIt is "
+    prompt = "<|start|>user\nthe other thing<|end|>\n<|start|>assistant\nIt\nis "
     assert joined(message, "text") == pair.complete(prompt, temperature=0.0, max_tokens=8).text
 
 

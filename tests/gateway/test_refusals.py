@@ -58,7 +58,6 @@ def part(content: Any) -> dict[str, Any]:
         ({"tools": [TOOL] * 129}, "tools", None),
         ({"tools": [TOOL, "f"]}, "tools[1]", None),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "unsupported_parameter"),
-        ({"tools": [{**TOOL, "cache_control": {}}]}, "tools[0].cache_control", "unsupported_parameter"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", None),
         (tool(name=None), "tools[0].function.name", None),
         (tool(name="a b"), "tools[0].function.name", None),

@@ -316,7 +316,7 @@ PICKED = ToolCall("pick", "{}", "c1")
         ),
         (
             [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}],
-            [ChatMessage("user", "ab")],
+            [ChatMessage("user", "a\nb")],
         ),
         ([SAID, CALL, SAID, SAID], [ChatMessage("assistant", "Well.\nWell.\nWell.", (PICKED,))]),
         (
@@ -443,6 +443,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
     [
         {"store": False, "background": False, "truncation": "disabled", "user": "u", "service_tier": "auto"},
         {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "stream_options": {}},
+        {"client_metadata": {"a": "b"}, "metadata": {}},
         {"reasoning": {"effort": "max", "context": "auto"}},
         {"tools": [{**PICK, "defer_loading": False, "allowed_callers": ["direct"]}]},
         {"text": {"verbosity": "medium", "format": {"type": "text"}}, "reasoning": {}, "tools": [], "metadata": None},

@@ -112,6 +112,16 @@ def test_an_answer_that_has_a_format_fits_it_or_is_calls(caller: Caller) -> None
         ({"tool_choice": "required"}, ToolChoice(required=True)),
         ({"tool_choice": NAMED}, ToolChoice(required=True, names=("pick",), parallel=False)),
         (
+            {
+                "tools": [
+                    {"function": PICK["function"], "cache_control": {}},
+                    {**CLOCK, "type": None},
+                ],
+                "tool_choice": {"function": {"name": "pick"}},
+            },
+            ToolChoice(required=True, names=("pick",), parallel=False),
+        ),
+        (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
             ToolChoice(names=("pick",)),
         ),
