@@ -60,9 +60,8 @@ class Retraction:
         """Takes rows and slots for one of the waiting requests that lack some, from clients or tenants that hold more.
 
         It does so for one that has waited for `reclaim_after_s`: the first in turn, or else another one for which its
-        own client's other tenants can give way. Requests of no better level give way whose client (or tenant) stands
-        behind the waiting one even with what that gets: so they wait behind it. If all of these would not be enough,
-        none gives way.
+        own client's other tenants can give way. Of requests of no better level, those give way that `shares` says: they
+        wait behind it then. If all of these would not be enough, none gives way.
         """
         now_s = self._clock()
         for place, each in enumerate(short):
@@ -97,7 +96,12 @@ class Retraction:
             num_spared=short.num_spared,
             leaving=leaving,
         ):
-            others = [each for each in others if self._shares.is_behind(each.sharer, req.sharer, short.num_tokens)]
+            others = [
+                each
+                for each in others
+                if each.lease is not None
+                and self._shares.gives_way(each.sharer, each.lease.num_tokens, req.sharer, short.num_tokens)
+            ]
             if not others:
                 return ()
             last = self._last_of(others, now_s)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 from decode_service.schedule.request import Request, Sharer
 
 OTHERS = "*"
 """Stands for all clients without a weight of their own."""
 HORIZON_S = 10.0
-"""For how long a client is expected to keep what it holds. What one held long ago counts for as little as that."""
+"""For how long a client is expected to keep what it holds, and how long turns are where there is too little for all."""
 _MAX_IDLE = 1024
+
+Node: TypeAlias = Sharer | str
+"""A tenant of a client, or a client."""
 
 
 class _Siblings:
@@ -39,7 +43,10 @@ class _Siblings:
             self._charges[name] = self.charge_of(name) + part * seconds
         total = sum(part * self.weight(name) for name, part in parts.items())
         if total:
-            self._floor += total * seconds / sum(map(self.weight, {**self._waiting, **dict.fromkeys(parts)}))
+            self._floor += total * seconds / self.weight_of_those_that_wait_and(parts)
+
+    def weight_of_those_that_wait_and(self, others: Iterable[str]) -> float:
+        return sum(map(self.weight, {**self._waiting, **dict.fromkeys(others)}))
 
     def begin_to_wait(self, name: str) -> None:
         self._charges[name] = max(self.charge_of(name), self._floor)
@@ -77,8 +84,11 @@ class Shares:
         self._tenants: dict[str, _Siblings] = {}  # of each client of which some wait or hold rows
         self._num_waiting: Counter[str] = Counter()  # tenants of each client
         self._looked_s: float | None = None
-        self._rows: Counter[Sharer | str] = Counter()
-        self._tokens: Counter[Sharer | str] = Counter()
+        # At the last look: the part that is fair for a client of weight 1, and how many tenants of a client share its
+        self._fair = 1.0
+        self._num_tenants: dict[str, float] = {}
+        self._rows: Counter[Node] = Counter()
+        self._tokens: Counter[Node] = Counter()
 
     @property
     def num_charges(self) -> int:
@@ -101,9 +111,16 @@ class Shares:
             assert req.lease is not None
             self.gets(req.sharer, req.lease.num_tokens)
         self._clients.forget_idle()
-        idle = self._tenants.keys() - self._num_waiting.keys() - {client for client, _ in self._sharers()}
-        for client in idle:
+        of_holders: defaultdict[str, set[str]] = defaultdict(set)
+        for client, tenant in self._sharers():
+            of_holders[client].add(tenant)
+        for client in self._tenants.keys() - self._num_waiting.keys() - of_holders.keys():
             del self._tenants[client]
+        self._fair = 1.0 / (self._clients.weight_of_those_that_wait_and(of_holders) or 1.0)
+        self._num_tenants = {
+            client: tenants.weight_of_those_that_wait_and(of_holders[client]) or 1.0
+            for client, tenants in self._tenants.items()
+        }
         for tenants in self._tenants.values():
             tenants.forget_idle()
 
@@ -125,25 +142,43 @@ class Shares:
 
     def standing(self, sharer: Sharer) -> tuple[float, float]:
         """Returns the standing of a client, and that of its tenant, with what they hold, in seconds of the pool."""
-        return self.client_standing(sharer), self.tenant_standing(sharer)
-
-    def client_standing(self, sharer: Sharer, num_tokens: int | None = None) -> float:
-        """Returns the client's standing; with `num_tokens` as if it held one row more, with so many slots."""
-        return self._clients.charge_of(sharer[0]) + HORIZON_S * self._part(sharer[0], num_tokens)
-
-    def tenant_standing(self, sharer: Sharer, num_tokens: int | None = None) -> float:
-        """Returns the standing of a tenant among those of its client; with `num_tokens` as above."""
         tenants = self._tenants.get(sharer[0])
         charge = 0.0 if tenants is None else tenants.charge_of(sharer[1])
-        return charge + HORIZON_S * self._part(sharer, num_tokens)
+        return (
+            self._clients.charge_of(sharer[0]) + HORIZON_S * self._part(sharer[0]),
+            charge + HORIZON_S * self._part(sharer),
+        )
 
-    def is_behind(self, sharer: Sharer, waiting: Sharer, num_tokens: int) -> bool:
-        """Returns whether a client, or the tenant if the client is the same, stands behind one that waits, even if that
-        held one row more, with `num_tokens` slots.
+    def client_with(self, sharer: Sharer, num_tokens: int) -> float:
+        """Returns the standing of a client if it held one row more, with `num_tokens` slots."""
+        return self._clients.charge_of(sharer[0]) + HORIZON_S * self._part(sharer[0], 1, num_tokens)
+
+    def tenant_with(self, sharer: Sharer, num_tokens: int) -> float:
+        """Returns the standing of a tenant that waits, among those of its client, if it held one row more."""
+        return self._tenants[sharer[0]].charge_of(sharer[1]) + HORIZON_S * self._part(sharer, 1, num_tokens)
+
+    def gives_way(self, sharer: Sharer, num_given: int, waiting: Sharer, num_tokens: int) -> bool:
+        """Returns whether a request with `num_given` slots gives way to one that waits and takes `num_tokens`.
+
+        It does if its client (or its tenant, if the client is the same) stands behind the waiting one even with what
+        that gets, and one of these is true: it has at least as much left as that then has; it holds more than its fair
+        part, and that then does not; or it was charged for HORIZON_S more of what it holds. By the last one, parts that
+        are too coarse for all are held in turn.
         """
-        if sharer[0] != waiting[0]:
-            return self.client_standing(sharer) > self.client_standing(waiting, num_tokens)
-        return self.tenant_standing(sharer) > self.tenant_standing(waiting, num_tokens)
+        holder: Node
+        waiter: Node
+        if sharer[0] == waiting[0]:
+            holder, waiter, siblings = sharer, waiting, self._tenants[sharer[0]]
+            charges = siblings.charge_of(sharer[1]), siblings.charge_of(waiting[1])
+            fair = self._clients.weight(sharer[0]) * self._fair / self._num_tenants[sharer[0]]
+        else:
+            holder, waiter, fair = sharer[0], waiting[0], self._fair
+            charges = self._clients.charge_of(holder), self._clients.charge_of(waiter)
+        held, gained = self._part(holder), self._part(waiter, 1, num_tokens)
+        if charges[0] + HORIZON_S * held <= charges[1] + HORIZON_S * gained:
+            return False
+        left = self._part(holder, -1, -num_given)
+        return left >= gained or held > fair >= gained or charges[0] - charges[1] >= HORIZON_S * held
 
     def begin_to_wait(self, sharer: Sharer) -> None:
         client, tenant = sharer
@@ -163,10 +198,10 @@ class Shares:
     def _sharers(self) -> Iterator[Sharer]:
         return (node for node in self._rows if isinstance(node, tuple))
 
-    def _part(self, node: Sharer | str, num_tokens: int | None = None) -> float:
-        num_more = 0 if num_tokens is None else 1
-        of_rows = (self._rows[node] + num_more) / self._max_rows
-        of_slots = (self._tokens[node] + (num_tokens or 0)) / self._num_slots
+    def _part(self, node: Node, num_rows: int = 0, num_tokens: int = 0) -> float:
+        """Returns the part of a client or a tenant, with so many rows and slots more."""
+        of_rows = (self._rows[node] + num_rows) / self._max_rows
+        of_slots = (self._tokens[node] + num_tokens) / self._num_slots
         return max(of_rows, of_slots) / (self._clients.weight(node) if isinstance(node, str) else 1.0)
 
     def _charge(self, seconds: float) -> None:

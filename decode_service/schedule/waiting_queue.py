@@ -62,7 +62,7 @@ class WaitingQueue:
         def push_tenant(sharer: Sharer, num_passed: int, place: int) -> None:
             """Adds a line's next request to its client's. `num_passed` counts the turns that it has passed on."""
             if line := lines[sharer]:
-                standing = self._shares.tenant_standing(sharer, len(line[0].token_ids))
+                standing = self._shares.tenant_with(sharer, len(line[0].token_ids))
                 item = (self.level(line[0], now_s), num_passed, standing, place, sharer[1])
                 heapq.heappush(tenants[sharer[0]], item)
 
@@ -70,7 +70,7 @@ class WaitingQueue:
             if tenants[client]:
                 level, num_passed, _, _, tenant = tenants[client][0]
                 sharer = client, tenant
-                standing = self._shares.client_standing(sharer, len(lines[sharer][0].token_ids))
+                standing = self._shares.client_with(sharer, len(lines[sharer][0].token_ids))
                 heapq.heappush(clients, (level, num_passed, standing, place, client))
 
         for sharer in lines:
@@ -105,7 +105,7 @@ class WaitingQueue:
                     firsts,
                     key=lambda req: (
                         self.level(req, now_s),
-                        self._shares.tenant_standing(req.sharer, len(req.token_ids)),
+                        self._shares.tenant_with(req.sharer, len(req.token_ids)),
                     ),
                 )
 
