@@ -160,7 +160,7 @@ def new_engine(
             **engine_arguments(settings, process.runtime, size),
             draft_topk=settings.draft_topk,
             chunk_tokens=settings.chunk_tokens,
-            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_tokens=settings.most_batch_tokens,
             send_budget_bytes=settings.send_budget_bytes,
             max_segment_bytes=settings.max_segment_bytes,
             max_queued_rows=settings.max_queued_rows,
@@ -179,7 +179,7 @@ def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBes
     Two forwards may be in flight. The memory is for the activations of one, for the hidden states that a draft head
     needs from both, and for segments that wait to be sent.
     """
-    model, num_tokens = runtime.model, settings.max_batch_tokens
+    model, num_tokens = runtime.model, settings.most_batch_tokens
     num_states = 0 if runtime.draft is None else runtime.draft.capture.num_states
     captured_bytes = num_states * model.hidden_size * model.dtype.itemsize
 

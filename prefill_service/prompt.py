@@ -29,8 +29,8 @@ class Prompt:
     """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
     `due_s` is when the prompt is due by its priority, which waiting makes `best_level` at best (common/priority.py).
-    `tag` is its place among those of one level, in tokens (`PromptLives.in_turn`). A prompt for whose KV another one
-    waits has that one's, where they are better.
+    `tag` is the place of its first token among those of one level, in tokens (`PromptLives.in_turn`). A prompt for
+    whose KV another one waits has that one's, where they are better.
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
     cache. `num_kept_tokens` counts those whose KV was found in the cache or left there; while the prompt is queued,
@@ -66,6 +66,11 @@ class Prompt:
     @property
     def client(self) -> str:
         return self.row.client
+
+    @property
+    def next_tag(self) -> int:
+        """The tag of the prompt's next token to compute."""
+        return self.tag if self.lease is None else self.tag + self.num_launched_tokens - self.lease.num_cached
 
     @property
     def num_tokens(self) -> int:

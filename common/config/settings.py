@@ -31,6 +31,7 @@ MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 MAX_RANKS = 64
 
+_BATCH_ON_GPU = 2048
 _SHORT_PROMPT_ON_CPU = 128
 """Up to this many tokens left to compute, a prompt has its first token earlier if the decode service computes it than
 after a handoff, and the longest gaps between running requests' tokens hardly grow (`benchmarks.local_prefill`). The
@@ -153,8 +154,8 @@ class PrefillSettings(ServiceSettings):
     """HOST:PORT to listen on."""
     chunk_tokens: Positive = 512
     """Most tokens of one prompt in a forward."""
-    max_batch_tokens: Positive = 2048
-    """Most tokens of all prompts together in a forward."""
+    max_batch_tokens: Positive | None = None
+    """Most tokens of all prompts together in a forward; unset: chunk_tokens on a CPU, at least 2048 on a GPU."""
     send_budget_bytes: Positive = 64 << 20
     """Most bytes of KV copied out of the pool, and of log-probabilities of prompts, that no receiver has read yet."""
     max_segment_bytes: SegmentBytes = MAX_SEGMENT_BYTES
@@ -167,12 +168,19 @@ class PrefillSettings(ServiceSettings):
     """If a receiver reads nothing for this long, its call is ended."""
 
     @property
+    def most_batch_tokens(self) -> int:
+        """The most tokens of a forward. On a CPU a longer one computes no more a second, and all wait for its end."""
+        if self.max_batch_tokens is not None:
+            return self.max_batch_tokens
+        return self.chunk_tokens if self.device == "cpu" else max(self.chunk_tokens, _BATCH_ON_GPU)
+
+    @property
     def max_fused_tokens(self) -> int:
-        return self.max_batch_tokens
+        return self.most_batch_tokens
 
     @model_validator(mode="after")
     def _check_budgets(self) -> Self:
-        if self.max_batch_tokens < self.chunk_tokens:
+        if self.most_batch_tokens < self.chunk_tokens:
             raise ValueError("max_batch_tokens must be at least chunk_tokens")
         return self
 

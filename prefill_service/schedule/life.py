@@ -46,7 +46,7 @@ class PromptLives:
         self._ended = ended
         self._members: dict[PromptPhase, dict[Prompt, None]] = {phase: {} for phase in PromptPhase}
         self._ends: dict[str, int] = {}  # by client, the tag that its next prompt would have
-        self._present = 0  # the tag of the last prompt that was computed
+        self._present = 0  # the largest tag that a prompt had when its computation ended
 
     def admit(self, prompt: Prompt) -> None:
         """Adds a new prompt to the queue."""
@@ -59,16 +59,16 @@ class PromptLives:
         """Returns the prompts in `phase` in the order of service at `now_s`, a time of the engine's clock.
 
         A prompt of a better level goes before one of a worse one: its priority, which waiting makes better, but not
-        better than 0 or than it was. Prompts of one level go in the order of their tags (start-time fair queueing): the
-        tag of a client's first prompt is that of the prompt which is computed now, and each further one's is as many
-        tokens later as the client's prompts before it have to compute. So clients get as many tokens computed, and one
-        that comes goes before what others have waiting. The prompts of one client are in the order in which they are
-        due.
+        better than 0 or than it was. Prompts of one level go in the order of their tags (start-time fair queueing), and
+        of equal tags the one with less left. The tag of a client's first prompt is the smallest of those that are
+        computed now, and each further one's is as many tokens later as the client's prompts before it have to compute.
+        It grows with the tokens that are computed. So clients get as many tokens computed, and one that comes goes
+        before what others have waiting or left. The prompts of one client are in the order in which they are due.
         """
         prompts = sorted(self._members[phase], key=lambda prompt: prompt.due_s)
         if phase is PromptPhase.QUEUED:
             computing = self._members[PromptPhase.COMPUTING]
-            present = min([prompt.tag for prompt in computing], default=self._present)
+            present = min([prompt.next_tag for prompt in computing], default=self._present)
             ends = {client: end for client, end in self._ends.items() if end > present}
             self._ends = dict(ends)
             for prompt in prompts:
@@ -76,7 +76,11 @@ class PromptLives:
                 ends[prompt.client] = prompt.tag + prompt.num_uncomputed
         return sorted(
             prompts,
-            key=lambda each: (self._ageing.level(each.due_s, now_s=now_s, best=each.best_level), each.tag),
+            key=lambda each: (
+                self._ageing.level(each.due_s, now_s=now_s, best=each.best_level),
+                each.next_tag,
+                each.num_left,
+            ),
         )
 
     def num_in(self, phase: PromptPhase) -> int:
@@ -92,7 +96,7 @@ class PromptLives:
         assert phase in before.following, f"row {prompt.index}: {phase} does not follow {prompt.phase}"
         self._members[prompt.phase].pop(prompt, None)
         if prompt.phase is PromptPhase.COMPUTING:
-            self._present = max(self._present, prompt.tag)
+            self._present = max(self._present, prompt.next_tag)
         if phase is PromptPhase.COMPUTING:
             self._ends[prompt.client] = prompt.tag + prompt.num_uncomputed
         if lease is not None:

@@ -372,7 +372,7 @@ class PrefillEngine:
         source = next(each for each in computing if each is prompt.awaited.source)
         # Else prompts that come between them would hold up both
         source.due_s, source.best_level = min(source.due_s, prompt.due_s), min(source.best_level, prompt.best_level)
-        source.tag = min(source.tag, prompt.tag)
+        source.tag -= max(0, source.next_tag - prompt.tag)
         return True
 
     @recorded("launch")

@@ -363,7 +363,7 @@ def a_service_is_scaled_at_a_part_of_what_it_can_hold() -> Iterator[Problem]:
             for name in KINDS
             for pods in _pods_metrics(manifests, name)
         }
-        rest = targets.pop("baton_uncomputed_tokens") % prefill.max_batch_tokens
+        rest = targets.pop("baton_uncomputed_tokens") % prefill.most_batch_tokens
         yield from unequal(path, "tokens that fill no forward", rest, 0)
         wanted = {
             "baton_rows": decode.max_rows * 3 // 4,

@@ -109,8 +109,8 @@ def test_a_prompt_for_whose_kv_another_client_waits_has_that_ones_turn(
     prompts = Prompts(tiny_target("llama"), max_rows=8, prefix_cache=True)
     prompts.open("a1", client="a", num_chunks=2)
     prompts.open("a2", client="a", first_token=20)
-    prompts.open("a3", client="a", first_token=40, num_chunks=2)
-    prompts.open("b1", client="b", first_token=40, num_chunks=2)
+    prompts.open("a3", client="a", first_token=40)
+    prompts.open("b1", client="b", first_token=40)
     assert prompts.order()[:2] == ["a1", "a3"]
 
 
