@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import select
+import signal
+import socket
 import sys
 from typing import Annotated
 
@@ -78,9 +81,24 @@ def _read_line() -> str | None:
     try:
         if is_asked:
             text_console().print("you> ", end="", style="bold")
+            _wait_for_input()
         line = sys.stdin.readline()
     except KeyboardInterrupt:
         line = ""
     if is_asked and not line:
         print(file=sys.stderr)  # so that the shell's prompt gets a line of its own
     return line.strip() if line else None
+
+
+def _wait_for_input() -> None:
+    """Waits until the terminal has a line. Raises KeyboardInterrupt after Ctrl-C, also if it came just before the wait
+    began: a read would not notice that, and wait for ever.
+    """
+    woken, waker = socket.socketpair()
+    with woken, waker:
+        waker.setblocking(False)
+        before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        try:
+            select.select([sys.stdin, woken], [], [])
+        finally:
+            signal.set_wakeup_fd(before)
