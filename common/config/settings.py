@@ -169,7 +169,7 @@ class PrefillSettings(ServiceSettings):
 
     @property
     def most_batch_tokens(self) -> int:
-        """The most tokens of a forward. On a CPU a longer one computes no more a second, and all wait for its end."""
+        """The most tokens of a forward. On a CPU one of 2048 may take seconds, for which a prompt that comes waits."""
         if self.max_batch_tokens is not None:
             return self.max_batch_tokens
         return self.chunk_tokens if self.device == "cpu" else max(self.chunk_tokens, _BATCH_ON_GPU)

@@ -1,4 +1,4 @@
-"""What clients hold of the decode service's pool, what they have held, and so whose turn it is."""
+"""Decides which client gets the next row, and which gives one up, by what each holds of the pool and has held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Node: TypeAlias = Sharer | str
 
 
 class _Siblings:
-    """What those who share one whole were charged, by name, and which of them wait."""
+    """Keeps the charges, by name, of those who share one whole: of all clients, or of the tenants of one client."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -107,9 +107,12 @@ class Shares:
         self._looked_s = now_s
         self._rows.clear()
         self._tokens.clear()
+        held: dict[Sharer, list[int]] = {}  # each step may look, so rows are added up before anything else
         for req in holding:
             assert req.lease is not None
-            self.gets(req.sharer, req.lease.num_tokens)
+            held.setdefault(req.sharer, []).append(req.lease.num_tokens)
+        for sharer, nums_tokens in held.items():
+            self.gets(sharer, sum(nums_tokens), num_rows=len(nums_tokens))
         self._clients.forget_idle()
         of_holders: defaultdict[str, set[str]] = defaultdict(set)
         for client, tenant in self._sharers():
@@ -128,17 +131,15 @@ class Shares:
         """Charges nothing until the next look, because nobody waits."""
         self._looked_s = None
 
-    def gets(self, sharer: Sharer, num_tokens: int) -> None:
-        """Notes that a client, for one of its tenants, holds one row more, with `num_tokens` slots."""
+    def gets(self, sharer: Sharer, num_tokens: int, *, num_rows: int = 1) -> None:
+        """Notes that a client, for one of its tenants, holds `num_rows` more, with `num_tokens` slots."""
         for node in (sharer[0], sharer):
-            self._rows[node] += 1
+            self._rows[node] += num_rows
             self._tokens[node] += num_tokens
 
     def gives(self, sharer: Sharer, num_tokens: int) -> None:
         """Notes that a client holds one row less, which had `num_tokens` slots."""
-        for node in (sharer[0], sharer):
-            self._rows[node] -= 1
-            self._tokens[node] -= num_tokens
+        self.gets(sharer, -num_tokens, num_rows=-1)
 
     def standing(self, sharer: Sharer) -> tuple[float, float]:
         """Returns the standing of a client, and that of its tenant, with what they hold, in seconds of the pool."""
