@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from baton.client.channel import ChannelOptions, Tls
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
-from baton.client.servers import AsyncServers, CommonServer, Opening, Server
+from baton.client.servers import ANSWER_TIMEOUT_S, AsyncServers, CommonServer, Opening, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
@@ -54,6 +54,7 @@ class AsyncEventStream(AsyncIterator[Event]):
         self._server: Server | None = None  # of the last call
         self._opening = Opening(self._beginnings)  # of the last call
         self._call: Any = None  # None until a server is ready
+        self._has_answered = False  # the last call's server
         with suppress(Unavailable):  # the first read tries again, and raises it
             if (server := servers.take(self._beginnings, common=self._common)) is not None:
                 self._open_call(server)
@@ -70,6 +71,8 @@ class AsyncEventStream(AsyncIterator[Event]):
                 try:
                     if self._call is None:
                         await self._open_call_when_ready()
+                    if not self._has_answered:
+                        await self._wait_for_answer()
                     message = await whole_read(self._call.read())
                 except asyncio.CancelledError:
                     self._cancel_call()
@@ -78,7 +81,7 @@ class AsyncEventStream(AsyncIterator[Event]):
                     error = error_from_rpc(failure)
                     if self._server is not None and not self._is_closed.is_set():
                         self._servers.note_failed(self._server, error)
-                except Unavailable as failure:  # no server is known
+                except Unavailable as failure:  # no server is known, or it does not answer
                     error = failure
                 else:
                     if message is grpc.aio.EOF:
@@ -115,6 +118,15 @@ class AsyncEventStream(AsyncIterator[Event]):
             raise Cancelled("the stream was closed")
         self._call = None
 
+    async def _wait_for_answer(self) -> None:
+        """Waits for the head of the call's answer. Raises Unavailable, and cancels the call, if it does not come."""
+        assert self._server is not None
+        timeout_s = self._generation.begin_wait_for_answer()
+        if not await _answers(self._call, timeout_s):
+            raise self._servers.note_hung(self._server, timeout_s)
+        self._generation.answered()
+        self._has_answered = True
+
     async def _open_call_when_ready(self) -> None:
         server = await self._servers.take_when_ready(
             self._beginnings,
@@ -129,6 +141,7 @@ class AsyncEventStream(AsyncIterator[Event]):
     def _open_call(self, server: Server) -> None:
         servers, self._server = self._servers, server
         opening = self._opening = Opening(self._beginnings)
+        self._has_answered = False
         try:
             request, timeout_s = self._generation.next_call()
             self._call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
@@ -353,13 +366,24 @@ class AsyncClient:
         await self._servers.close()
 
     async def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
-        """Calls a method of a server, and returns its answer."""
+        """Calls a method of a server, and returns its answer. While a server does not answer, another is asked."""
         give_up_s = time.monotonic() + self._rpc_timeout_s
-        server = await self._servers.take_when_ready(timeout_s=self._rpc_timeout_s)
-        try:
-            return await method_of(server)(request, timeout=max(0.0, give_up_s - time.monotonic()))
-        finally:
-            self._servers.give_back(server)
+        server: Server | None = None
+        hung: Unavailable | None = None
+        while True:
+            left_s = max(0.0, give_up_s - time.monotonic())
+            server = await self._servers.take_when_ready(avoided=server, timeout_s=left_s)
+            try:
+                call = method_of(server)(request, timeout=max(0.0, give_up_s - time.monotonic()))
+                if await _answers(call, ANSWER_TIMEOUT_S):
+                    return await call
+                hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+            except grpc.RpcError as error:
+                if hung is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise hung from None
+                raise
+            finally:
+                self._servers.give_back(server)
 
     async def __aenter__(self) -> Self:
         return self
@@ -368,3 +392,16 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+async def _answers(call: Any, timeout_s: float) -> bool:
+    """Waits until the head of the call's answer has come, or the call has failed. Returns False, and cancels the call,
+    if neither happens in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await call.initial_metadata()
+    except TimeoutError:
+        call.cancel()
+        return False
+    return True

@@ -16,7 +16,7 @@ from baton.client.channel import ChannelOptions, Tls
 from baton.client.event_order import CompletionBuilder
 from baton.client.generation import Generation, Progress
 from baton.client.interrupts import uninterrupted
-from baton.client.servers import BlockingServers, CommonServer, Opening, Server
+from baton.client.servers import ANSWER_TIMEOUT_S, BlockingServers, CommonServer, Opening, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
@@ -55,6 +55,7 @@ class EventStream(Iterator[Event]):
         self._server: Server | None = None  # of the last call
         self._opening = Opening(self._beginnings)  # of the last call
         self._call: Any = None  # None until a server is ready; cancels itself when it is garbage-collected
+        self._has_answered = False  # the last call's server
         self._open_call_if_ready()
 
     @property
@@ -81,12 +82,14 @@ class EventStream(Iterator[Event]):
             try:
                 if self._call is None:
                     self._open_call_when_ready()
+                if not self._has_answered:
+                    self._wait_for_answer()
                 message: inference_pb2.GenerateEvent = next(self._call)
             except grpc.RpcError as failure:
                 error = error_from_rpc(failure)
                 if self._server is not None and not self._is_closed.is_set():
                     self._servers.note_failed(self._server, error)
-            except Unavailable as failure:  # no server is known
+            except Unavailable as failure:  # no server is known, or it does not answer
                 error = failure
             else:
                 if self._server is not None and message.HasField("started"):
@@ -112,6 +115,15 @@ class EventStream(Iterator[Event]):
             raise Cancelled("the stream was closed")
         self._call = None
 
+    def _wait_for_answer(self) -> None:
+        """Waits for the head of the call's answer. Raises Unavailable, and cancels the call, if it does not come."""
+        assert self._server is not None
+        timeout_s = self._generation.begin_wait_for_answer()
+        if not _answers(self._call, timeout_s):
+            raise self._servers.note_hung(self._server, timeout_s)
+        self._generation.answered()
+        self._has_answered = True
+
     @uninterrupted
     def _open_call_if_ready(self) -> None:
         with suppress(Unavailable):  # the first read tries again, and raises it
@@ -134,6 +146,7 @@ class EventStream(Iterator[Event]):
     def _open_call(self, server: Server) -> None:
         servers, self._server = self._servers, server
         opening = self._opening = Opening(self._beginnings)
+        self._has_answered = False
         try:
             request, timeout_s = self._generation.next_call()
             call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
@@ -359,13 +372,24 @@ class Client:
 
     @uninterrupted
     def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
-        """Calls a method of a server, and returns its answer."""
+        """Calls a method of a server, and returns its answer. While a server does not answer, another is asked."""
         give_up_s = time.monotonic() + self._rpc_timeout_s
-        server = self._servers.take_when_ready(timeout_s=self._rpc_timeout_s)
-        try:
-            return method_of(server)(request, timeout=max(0.0, give_up_s - time.monotonic()))
-        finally:
-            self._servers.give_back(server)
+        server: Server | None = None
+        hung: Unavailable | None = None
+        while True:
+            left_s = max(0.0, give_up_s - time.monotonic())
+            server = self._servers.take_when_ready(avoided=server, timeout_s=left_s)
+            try:
+                call = method_of(server).future(request, timeout=max(0.0, give_up_s - time.monotonic()))
+                if _answers(call, ANSWER_TIMEOUT_S):
+                    return call.result()
+                hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+            except grpc.RpcError as error:
+                if hung is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise hung from None
+                raise
+            finally:
+                self._servers.give_back(server)
 
     def __enter__(self) -> Self:
         return self
@@ -374,3 +398,23 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _answers(call: Any, timeout_s: float) -> bool:
+    """Waits until the head of the call's answer has come, or the call has failed. Returns False, and cancels the call,
+    if neither happens in time.
+    """
+    decided = threading.Lock()  # whoever takes it first
+
+    def give_up() -> None:
+        if decided.acquire(blocking=False):
+            call.cancel()
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        call.initial_metadata()
+    finally:
+        timer.cancel()
+    return decided.acquire(blocking=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,8 +13,8 @@ from baton.client.trace_context import Metadata
 from baton.errors import InvalidArgument
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-KEEPALIVE_TIME_S = 60
-KEEPALIVE_TIMEOUT_S = 20
+KEEPALIVE_TIME_S = 20
+KEEPALIVE_TIMEOUT_S = 10
 INITIAL_RECONNECT_S = 0.1
 MAX_RECONNECT_S = 1.0
 
@@ -48,8 +47,8 @@ class Tls:
 def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:
     """Returns gRPC's channel arguments. An argument in `overrides` replaces the default one.
 
-    Keepalive pings are sent only while a call is open, so that a long generation notices a dead server. They are at
-    most one a minute, because a strict server closes connections that send more.
+    Keepalive pings are sent only while a call is open and the server is silent, so that a generation notices a dead
+    server. gRPC sends two without data in between and then at most one a minute, as strict servers want it.
     """
     options: dict[str, int | str] = {
         "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
@@ -91,16 +90,25 @@ class _Authorized:
         self._metadata = (("authorization", f"Bearer {token}"),)
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return partial(self._call, self._channel.unary_unary(*args, **options))
+        return _Method(self._channel.unary_unary(*args, **options), self._metadata)
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return partial(self._call, self._channel.unary_stream(*args, **options))
+        return _Method(self._channel.unary_stream(*args, **options), self._metadata)
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return partial(self._call, self._channel.stream_stream(*args, **options))
+        return _Method(self._channel.stream_stream(*args, **options), self._metadata)
 
-    def _call(self, method: Any, *args: Any, metadata: Metadata = (), **options: Any) -> Any:
-        return method(*args, metadata=(*self._metadata, *metadata), **options)
+
+class _Method:
+    def __init__(self, method: Any, metadata: Metadata) -> None:
+        self._method = method
+        self._metadata = metadata
+
+    def __call__(self, *args: Any, metadata: Metadata = (), **options: Any) -> Any:
+        return self._method(*args, metadata=(*self._metadata, *metadata), **options)
+
+    def future(self, *args: Any, **options: Any) -> Any:
+        return self._method.future(*args, metadata=self._metadata, **options)
 
 
 def _read(field: str, path: Path | None) -> bytes | None:

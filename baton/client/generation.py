@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.client.event_order import EventOrder
+from baton.client.servers import ANSWER_TIMEOUT_S, READY_TIMEOUT_S
 from baton.errors import (
     AlreadyExists,
     BatonError,
@@ -95,7 +96,7 @@ class Generation:
         self._token_ids: list[int] = list(request.generated_token_ids)
         self._num_prompt_tokens = 0  # of the prompt, that have come with their log-probabilities
         self._broken_since_s: float | None = None
-        self._waiting_since_s: float | None = None  # for a server, before a call
+        self._waiting_since_s: float | None = None  # for a server, or for its answer to a call
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
 
     @property
@@ -123,10 +124,21 @@ class Generation:
             return self._limit_s
         return self._limit_s - (self._waiting_since_s - self._broken_since_s)
 
+    def begin_wait_for_answer(self) -> float:
+        """Must be called before waiting for the head of the current call's answer. Returns how many seconds that wait
+        may take.
+        """
+        if self._waiting_since_s is None:
+            self._waiting_since_s = self._clock()
+        return READY_TIMEOUT_S if self._limit_s is None else min(ANSWER_TIMEOUT_S, self._limit_s)
+
+    def answered(self) -> None:
+        """Must be called when the head of the current call's answer has come."""
+        self._waiting_since_s = None
+
     def next_call(self) -> tuple[inference_pb2.GenerateRequest, float | None]:
         """Returns the next call's request, and its timeout in seconds (None: no timeout)."""
         self._order = EventOrder()
-        self._waiting_since_s = None
         if self._started is None:
             return self._request, self.remaining_s
         request = inference_pb2.GenerateRequest()

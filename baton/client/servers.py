@@ -3,8 +3,8 @@
 Each server has a channel of its own. gRPC asks the server for its health all the time, and the channel is READY only
 while the server is ready to serve. Among the ready servers the choice is:
 
-1. not the one that broke or refused this generation's last call, nor one that did so to any call just now, if there is
-   another;
+1. not the one that broke or refused this generation's last call, nor one that did so to any call just now or left one
+   unanswered, if there is another;
 2. the one that serves another choice (another output) of the same prompt (`CommonServer`), however many open calls it
    has;
 3. the one that has computed, or is being asked for, the longest beginning of the request (`affinity`), unless it has
@@ -50,6 +50,15 @@ one server while others are idle. A difference of two calls says nothing about t
 FAILED_FOR_S = 1.0
 """How long a server is passed over after it broke or refused a call. A server that fails at once always has few open
 calls, and would attract all requests.
+"""
+ANSWER_TIMEOUT_S = 2.5
+"""How long a server may take, in seconds, until it sends the head of its answer to a call, if another call may follow.
+
+Servers send the head before they do any work, so a server that sends none hangs, or cannot be reached.
+"""
+HUNG_FOR_S = 20.0
+"""How long a server is passed over after it did not answer in time. gRPC needs longer to see that a connection is dead,
+and takes the server for ready until then.
 """
 LOOK_UP_INTERVAL_S = 5.0
 LOOK_UP_TIMEOUT_S = 5.0
@@ -271,6 +280,13 @@ class Servers(ABC):
         if isinstance(error, Unavailable | ResourceExhausted | Internal):
             with self._changed:
                 server.failed_until_s = self._clock() + FAILED_FOR_S
+
+    def note_hung(self, server: Server, timeout_s: float) -> Unavailable:
+        """Notes that the server has sent no head of an answer within `timeout_s`. Returns the call's error."""
+        with self._changed:
+            server.failed_until_s = self._clock() + HUNG_FOR_S
+        address = server.target.removeprefix("ipv4:").removeprefix("ipv6:")
+        return Unavailable(f"{address} has not answered within {timeout_s:.3g} s: it hangs or cannot be reached")
 
     @abstractmethod
     def wake(self) -> None:

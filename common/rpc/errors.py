@@ -34,6 +34,10 @@ _WORDS = (
         "{address} speaks HTTP/1 and no gRPC: it may be Baton's gateway; the decode service has an address of its own, "
         "port 50051 by default",
     ),
+    (
+        "timed out before receiving SETTINGS",
+        "{address} takes connections and answers none: it hangs, or is no gRPC service",
+    ),
     ("Failed parsing HTTP/2", "{address} does not speak gRPC: it is no service of Baton"),
     ("WRONG_VERSION_NUMBER", "{address} does not speak TLS: leave TLS off, or give another address"),
     ("certificate has expired", "the certificate of {address} has expired"),

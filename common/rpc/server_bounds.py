@@ -123,8 +123,10 @@ class StreamLimit(grpc.aio.ServerInterceptor):
 
 
 async def _begin(context: Context) -> None:
-    """Sends the head of an answer before its first message. gRPC would send both at once, and a status that comes while
-    they wait for a reader would send the head again, which gRPC refuses: the stream would stay open without a status.
+    """Sends the head of an answer before its first message, which tells the client that this service is there.
+
+    gRPC would send both at once, and a status that comes while they wait for a reader would send the head again, which
+    gRPC refuses: the stream would stay open without a status.
     """
     await context.send_initial_metadata(())
 
@@ -147,7 +149,9 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         kind = getattr(handler.request_deserializer, "__self__", None)  # the message class, which has this FromString
 
         async def respond(_requests: object, context: Context) -> Any:
-            return await handler.unary_unary(await self._request(context, kind), context)
+            request = await self._request(context, kind)
+            await _begin(context)
+            return await handler.unary_unary(request, context)
 
         async def stream(_requests: object, context: Context) -> None:
             await handler.unary_stream(await self._request(context, kind), context)

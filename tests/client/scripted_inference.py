@@ -24,7 +24,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
     """An Inference service that plays the next of `scripts` for each Generate call, and `script` once none is left.
 
     A script is a list. Each entry is an event to send, a status that ends the call, or HOLD, which waits. `script` may
-    also be a function that returns the script for a request.
+    also be a function that returns the script for a request. While it `hangs`, calls get no answer, not even its head.
     """
 
     HOLD = object()
@@ -40,6 +40,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.metadata: queue.Queue[dict[str, Any]] = queue.Queue()
         self.call_ended = threading.Event()
         self.ended_calls: queue.Queue[None] = queue.Queue()
+        self.hangs = False
+        self.unanswered: queue.Queue[str] = queue.Queue()  # names of methods
 
     def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
         self.requests.put(request)
@@ -54,6 +56,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
 
         context.add_callback(on_end)
         script = self.script(request) if callable(self.script) else self.script
+        self._answer("Generate", context)
         for item in self.scripts.popleft() if self.scripts else script:
             if item is self.HOLD:
                 has_ended.wait(BOUND_S)
@@ -81,6 +84,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         )
 
     def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:
+        self._answer("GetLoad", context)
         return inference_pb2.GetInferenceLoadResponse(
             instance_id="first",
             rows=types_pb2.PoolLoad(total=4, free=1, reserved=1, transferring=1, running=1),
@@ -92,6 +96,15 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             num_row_retries=3,
             is_degraded=True,
         )
+
+    def _answer(self, method: str, context: Any) -> None:
+        if self.hangs:
+            has_ended = threading.Event()
+            self.unanswered.put(method)
+            if context.add_callback(has_ended.set):
+                has_ended.wait(BOUND_S)
+        else:
+            context.send_initial_metadata(())
 
 
 class ScriptedServer:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from baton.client.asynchronous import AsyncEventStream
 from baton.client.blocking import EventStream
 from baton.client.generation import Generation
 from baton.client.servers import (
+    ANSWER_TIMEOUT_S,
     ASK_STATE_S,
     FAILED_FOR_S,
     MARGIN_SHARE,
@@ -428,6 +430,36 @@ async def test_the_wait_for_a_server_ends_with_the_deadline(silent: str, open_cl
         await client.complete("Hi", timeout_s=0.2)
     with pytest.raises(errors.DeadlineExceeded):
         await client.call("load")
+
+
+async def test_a_server_that_hangs_is_passed_over(scripted: list[ScriptedServer], open_client: OpenClient) -> None:
+    hung, other = scripted[:2]
+    hung.inference.hangs = True
+    set_ready(other, False)
+    client = open_client(addresses([hung, other]), resume=True)
+    asked = asyncio.gather(client.complete("Hi"), client.call("load"))
+    methods = {await asyncio.to_thread(hung.inference.unanswered.get, timeout=BOUND_S) for _ in range(2)}
+    assert methods == {"Generate", "GetLoad"}
+    set_ready(other, True)
+    completion, load = await asked
+    assert completion.request_id == other.address and load.instance_id == "first"
+
+    hung.inference.unanswered = queue.Queue()
+    for _ in range(3):
+        assert (await client.complete("Hi")).request_id == other.address
+    assert hung.inference.unanswered.empty()
+
+
+@pytest.mark.parametrize("call", ["complete", "load"])
+async def test_the_only_server_hangs(server: ScriptedServer, open_client: OpenClient, call: str) -> None:
+    server.inference.hangs = True
+    client = open_client(
+        server.address, resume=True, admission_timeout_s=0.3, rpc_timeout_s=ANSWER_TIMEOUT_S + 0.3, token="secret"
+    )
+    with pytest.raises(errors.Unavailable, match=f"{server.address} has not answered within"):
+        await client.call(call, *(["Hi"] if call == "complete" else []))
+    server.inference.hangs = False
+    assert (await client.call("load")).instance_id == "first"
 
 
 @pytest.mark.parametrize("bound", ["resume_timeout_s", "admission_timeout_s"])
