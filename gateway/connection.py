@@ -36,7 +36,8 @@ class _BoundedConnection(H11Protocol):
 
     It is aborted when a request's head takes too long, when the client reads nothing of the written data for too long,
     or when the client sends more than `max_head_bytes` ahead while a request is open. (uvicorn limits only the wait
-    between two requests.) The limit for a client that does not read also holds while the connection is closing. Over
+    between two requests.) A connection that is closed while its client still sends a request stays open for reading,
+    for up to `head_timeout_s`, and drops what comes: the system would discard the answer otherwise. The limit for a client that does not read also holds while the connection is closing. Over
     TLS, the last 64 KiB are in asyncio's TLS layer, where this class does not see them; asyncio itself limits how long
     that layer takes to close.
     """
@@ -45,6 +46,7 @@ class _BoundedConnection(H11Protocol):
     open_connections: OpenConnections
     conn: StrictConnection
     _descriptor = -1
+    _is_lingering = False
     _paced_until_s = 0.0
     """The time until which the received bytes of the next request are enough for the slowest permitted rate."""
 
@@ -56,7 +58,7 @@ class _BoundedConnection(H11Protocol):
         self._stall_alarm = _Alarm(self.loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_TransportThatLingers(transport, self._linger))  # type: ignore[arg-type]
         transport.set_write_buffer_limits(high=1)  # pauses writing as long as any written data is not sent
         # By default the kernel reports free space only after a third of its buffer was read; a slow reader would seem
         # to read nothing.
@@ -74,6 +76,8 @@ class _BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
         self._await_head()
         self._pace(len(data))
         super().data_received(data)
@@ -85,6 +89,12 @@ class _BoundedConnection(H11Protocol):
         super().on_response_complete()
         self._paced_until_s = 0.0
         self._see_head()  # the client may have sent part of its next request already
+
+    def shutdown(self) -> None:
+        if self._is_lingering:
+            self.transport.abort()
+        else:
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -113,6 +123,20 @@ class _BoundedConnection(H11Protocol):
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _linger(self, transport: asyncio.Transport) -> bool:
+        """Called when `transport` should be closed. Returns whether it stays open until the client closes it, or until
+        `head_timeout_s` has passed, because the client still sends a request.
+        """
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR) or transport.is_closing():
+            return False
+        if not self._is_lingering:
+            self._is_lingering = True
+            if transport.can_write_eof():
+                transport.write_eof()
+            self.flow.resume_reading()
+            self._head_alarm.set(self.http_limits.head_timeout_s, transport.abort)
+        return True
 
     def _watch_taking(self) -> None:
         num_untaken = self.transport.get_write_buffer_size()
@@ -170,6 +194,26 @@ class _BoundedConnection(H11Protocol):
     def _has_request(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request
         return cycle is not None and not cycle.response_complete
+
+
+class _TransportThatLingers:
+    """A transport that is closed only if `linger` returns False. Until it is, it says that it is closing."""
+
+    def __init__(self, transport: asyncio.Transport, linger: Callable[[asyncio.Transport], bool]) -> None:
+        self._transport = transport
+        self._linger = linger
+        self._is_closing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._is_closing = True
+        if not self._linger(self._transport):
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
 
 
 class _Alarm:

@@ -72,6 +72,44 @@ def test_a_body_that_does_not_tell_its_length_is_counted(loop: LoopThread, scrip
         assert fits.status != 413
 
 
+@pytest.mark.parametrize(
+    ("line", "head", "status"),
+    [
+        (f"POST {COMPLETIONS} HTTP/1.1", ["content-type: application/json", "connection: close"], 413),
+        (f"POST {COMPLETIONS} HTTP/1.0", ["content-type: application/json"], 413),
+        (f"POST {COMPLETIONS} HTTP/1.1", ["content-type: text/plain", "connection: close"], 415),
+        (f"POST {COMPLETIONS} HTTP/1.1", ["x-request-id: " + "a" * 300, "connection: close"], 400),
+        ("POST /nowhere HTTP/1.1", ["connection: close"], 404),
+        (f"POST {COMPLETIONS} HTTP/1.1", ["transfer-encoding: chunked"], 400),
+    ],
+)
+def test_who_sends_a_whole_body_before_it_reads_gets_the_answer(
+    loop: LoopThread, scripted: ScriptedServer, line: str, head: list[str], status: int
+) -> None:
+    num_bytes = 32 << 20
+    with gateway_here(loop, scripted.address, max_request_bytes=SMALLEST) as gateway, socket.socket() as connection:
+        connection.settimeout(BOUND_S)
+        connection.connect(("127.0.0.1", gateway.port))
+        connection.sendall("\r\n".join([line, "host: x", *head, f"content-length: {num_bytes}", "", ""]).encode())
+        connection.sendall(bytes(num_bytes))
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'{"error":' in answer
+
+
+def test_who_sends_on_after_the_answer_is_cut_off(loop: LoopThread, scripted: ScriptedServer) -> None:
+    limits = {"head_timeout_s": SHORT_S}
+    with gateway_here(loop, scripted.address, max_request_bytes=SMALLEST, limits=limits) as gateway:
+        connection = gateway.connect()
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("connection", "close")
+        connection.putheader("content-length", str(1 << 40))
+        connection.endheaders()
+        with pytest.raises(ConnectionError):
+            while True:
+                connection.send(bytes(65536))
+        connection.close()
+
+
 def test_a_body_that_does_not_come_is_given_up(loop: LoopThread, scripted: ScriptedServer) -> None:
     with gateway_here(loop, scripted.address, limits={"body_timeout_s": SHORT_S}) as gateway:
         connection = gateway.begin_body()
