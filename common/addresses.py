@@ -141,6 +141,25 @@ def network_of(host: str) -> str:
     return str(address.ipv4_mapped or ip_network((address, 64), strict=False))
 
 
+def host_of_authority(authority: str) -> str:
+    """Returns the host in HTTP's "HOST" or "HOST:PORT", in small letters and without the dot that may end a name."""
+    host, _, port = authority.rpartition(":")
+    if not host or not port.isdecimal():
+        host = authority
+    return host.removeprefix("[").removesuffix("]").removesuffix(".").lower()
+
+
+def names_this_machine(host: str) -> bool:
+    """Returns whether only this machine can go by this host, in a request that came over loopback: an IP address,
+    localhost, or the machine's own name. A web page's domain is none of these, whatever address it resolves to.
+    """
+    try:
+        ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost") or host == socket.gethostname().lower()
+    return True
+
+
 def is_loopback(address: str) -> bool:
     """Returns whether "host:port" is reachable from this machine only; False for every host name but localhost, and
     for a file of addresses.

@@ -24,7 +24,7 @@ from gateway.apis.chat import CHAT
 from gateway.apis.completions import COMPLETIONS
 from gateway.apis.messages import MESSAGES, ConversationFields
 from gateway.apis.responses import RESPONSES
-from gateway.edge import Edge, KeyCheck
+from gateway.edge import Edge, HostCheck, KeyCheck
 from gateway.errors import ApiError, api_error_of, internal
 from gateway.fields import RequestFields
 from gateway.generation import GenerationEndpoint
@@ -64,9 +64,13 @@ def build_app(
     status: StatusCollector | None,
     tracer: Tracer,
     cors_origins: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = ("*",),
     status_needs_key: bool = False,
 ) -> ASGIApp:
-    """Builds the whole gateway as an ASGI application. Call it in a running event loop."""
+    """Builds the whole gateway as an ASGI application. Call it in a running event loop.
+
+    `allowed_hosts` are the hosts that requests may name, beside those of this machine; "*" allows any.
+    """
     metrics = GatewayMetrics(registry)
     metrics.watch_requests(num_open=lambda: len(open_requests), num_reading=lambda: open_requests.num_reading)
     health = Health(client, open_requests=open_requests)
@@ -129,6 +133,7 @@ def build_app(
     app.router.redirect_slashes = False
     checked: ASGIApp = KeyCheck(TracedApp(app, tracer=tracer), api_keys=api_keys, covers_status=status_needs_key)
     checked = _for_origins(checked, cors_origins) if cors_origins else checked
+    checked = checked if "*" in allowed_hosts else HostCheck(checked, allowed=allowed_hosts)
     return Edge(checked, metrics=metrics)
 
 

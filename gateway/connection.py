@@ -37,9 +37,11 @@ class _BoundedConnection(H11Protocol):
     It is aborted when a request's head takes too long, when the client reads nothing of the written data for too long,
     or when the client sends more than `max_head_bytes` ahead while a request is open. (uvicorn limits only the wait
     between two requests.) A connection that is closed while its client still sends a request stays open for reading,
-    for up to `head_timeout_s`, and drops what comes: the system would discard the answer otherwise. The limit for a client that does not read also holds while the connection is closing. Over
-    TLS, the last 64 KiB are in asyncio's TLS layer, where this class does not see them; asyncio itself limits how long
-    that layer takes to close.
+    for up to `head_timeout_s`, and drops what comes: the system would discard the answer otherwise.
+
+    The limit for a client that does not read also holds while the connection is closing. Over TLS, the last 64 KiB are
+    in asyncio's TLS layer, where this class does not see them; asyncio itself limits how long that layer takes to
+    close.
     """
 
     http_limits: HttpLimits

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.addresses import host_of_authority, names_this_machine
 from gateway.api_keys import ApiKeys
 from gateway.errors import ApiError
 from gateway.metrics import GatewayMetrics
@@ -65,6 +67,26 @@ class Edge:
                 ttft_s=None if record.ttft_s is None else round(record.ttft_s, 6),
                 **_why(record.error),
             )
+
+
+class HostCheck:
+    """An ASGI layer that refuses requests for other hosts than `allowed` and this machine's own names.
+
+    A web page can point its own domain at a loopback address, and a browser then takes the gateway for that page's
+    origin. The host that the request names gives it away. A request that names none comes from no browser.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = {host_of_authority(host) for host in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = host_of_authority(dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1"))
+        if host in self._allowed or names_this_machine(host):
+            await self._app(scope, receive, send)
+            return
+        message = f"host: the gateway does not serve {host[:128]!r}; allowed_hosts can name it"
+        await send_error(ApiError(403, message, code="host_not_allowed"), scope, receive, send)
 
 
 class KeyCheck:

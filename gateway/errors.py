@@ -21,6 +21,7 @@ CLIENT_LEFT_STATUS = 499
 """The status of a request whose client left. It appears in metrics and logs only."""
 _MESSAGES_KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: RATE_LIMIT,

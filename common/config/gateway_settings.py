@@ -35,6 +35,8 @@ class GatewaySettings(ProcessSettings):
     """File of keys, one per line; HTTP clients must then send one."""
     cors_origins: Origins = ()
     """Web origins whose pages may call the gateway from a browser, with commas; * for all."""
+    allowed_hosts: Names = ()
+    """Hosts that requests may name, with commas; * for any. Unset: any, but on loopback only this machine's own."""
     served_model_name: Names = ()
     """Names of the model in the HTTP API, with commas; answers have the first. Unset: what decode calls it."""
     max_request_bytes: RequestBytes = 4 << 20

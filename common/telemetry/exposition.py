@@ -16,7 +16,13 @@ import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import MetricsHandler
 
-from common.addresses import host_and_port, is_loopback, why_not_listen
+from common.addresses import (
+    host_and_port,
+    host_of_authority,
+    is_loopback,
+    names_this_machine,
+    why_not_listen,
+)
 from common.errors import ConfigError
 from common.rpc.bearer_tokens import is_known, token_in
 
@@ -34,13 +40,17 @@ class MetricsServer:
     """Serves `registry` over HTTP at `http://{listen}/metrics` inside its context. With an empty `listen` it does
     nothing.
 
-    If there are `tokens`, a client must send one of them in the header `authorization`. It has 5 s to send the head of
-    its request, and 10 s to read the answer. If more than 32 clients connect, the oldest connection is dropped.
+    If there are `tokens`, a client must send one of them in the header `authorization`. If there are none and `listen`
+    is on loopback, a request must name this machine as its host; the page of a domain that resolves to loopback does
+    not. A client has 5 s to send the head of its request, and 10 s to read the answer. If more than 32 clients connect,
+    the oldest connection is dropped.
     """
 
     def __init__(self, listen: str, registry: CollectorRegistry, *, tokens: Sequence[str] = ()) -> None:
         self._listen = listen
-        self._handler = type("Handler", (_Handler,), {"registry": registry, "tokens": tuple(tokens)})
+        is_local = bool(listen) and is_loopback(listen) and not tokens
+        fields = {"registry": registry, "tokens": tuple(tokens), "is_local": is_local}
+        self._handler = type("Handler", (_Handler,), fields)
         self._has_tokens = bool(tokens)
         self._running: tuple[_Server, threading.Thread] | None = None
 
@@ -115,6 +125,7 @@ class _Handler(MetricsHandler):
     """Handles one request of one connection."""
 
     tokens: ClassVar[tuple[str, ...]] = ()
+    is_local: ClassVar[bool] = False
 
     def setup(self) -> None:
         super().setup()
@@ -122,6 +133,9 @@ class _Handler(MetricsHandler):
         self.connection.settimeout(_ANSWER_TIMEOUT_S)
 
     def do_GET(self) -> None:
+        if self.is_local and not names_this_machine(host_of_authority(self.headers.get("host", "localhost"))):
+            self.send_error(403, "the host of this request is no name of this machine")
+            return
         if self.tokens and not is_known(token_in(self.headers.get("authorization", "")), self.tokens):
             self.send_response(401)
             self.send_header("www-authenticate", 'Basic realm="Baton"')

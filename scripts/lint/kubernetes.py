@@ -43,6 +43,8 @@ ASKED_FOR = {
 }
 """The health services or paths that tell whether a process lives, and whether it serves."""
 ONLY_HERE = {
+    # Compose publishes on loopback, where a host that is no name of the machine's is a page's.
+    "BATON_ALLOWED_HOSTS",
     # Autoscaling compares rows and slots in use with numbers, so their totals must be known.
     "BATON_MAX_ROWS",
     "BATON_MAX_KV_TOKENS",

@@ -28,7 +28,7 @@ BODY: dict[str, Any] = {"model": "demo", "prompt": "hi"}
 def post(body: Any, *head: str) -> bytes:
     """Returns the bytes of a completion request with this JSON body. `head` are further header lines."""
     sent = json.dumps(body).encode()
-    lines = [f"POST {COMPLETIONS} HTTP/1.1", "host: x", "content-type: application/json", *head]
+    lines = [f"POST {COMPLETIONS} HTTP/1.1", "host: localhost", "content-type: application/json", *head]
     return "\r\n".join([*lines, f"content-length: {len(sent)}", "", ""]).encode() + sent
 
 

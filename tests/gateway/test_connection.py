@@ -54,7 +54,7 @@ class Serving:
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.connect(("127.0.0.1", self.port))
-        connection.sendall(b"\r\n".join([b"GET / HTTP/1.1", b"host: x", *head, b"", b""]))
+        connection.sendall(b"\r\n".join([b"GET / HTTP/1.1", b"host: localhost", *head, b"", b""]))
         return connection
 
 
@@ -133,7 +133,7 @@ def test_a_reader_that_has_taken_everything_is_waited_for(loop: LoopThread) -> N
         with pytest.raises(TimeoutError):
             while reader.recv(64 << 10):
                 pass
-        reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        reader.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         reader.settimeout(BOUND_S)
         assert receive(reader, until_bytes=1 << 30) > answer_bytes
 
@@ -326,7 +326,7 @@ def test_whatever_clients_do_room_is_made_of_silent_connections_first_and_by_who
 
 MAX_CONNECTIONS = 96
 MANY = 150
-LIVE = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+LIVE = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 OTHER = ("127.0.0.2", 0)
 
 

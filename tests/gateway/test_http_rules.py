@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+
 import grpc
 import pytest
 from structlog.testing import capture_logs
 
 from baton import Client, errors
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, post
+from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, post
+from tests.support.loop_thread import LoopThread
 
-SMUGGLED = b"0\r\n\r\nGET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+HOSTNAME = socket.gethostname().encode()
+SMUGGLED = b"0\r\n\r\nGET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def get(target: bytes, *lines: bytes, version: bytes = b"1.1") -> bytes:
@@ -23,7 +27,7 @@ def get(target: bytes, *lines: bytes, version: bytes = b"1.1") -> bytes:
         (b"what\r\n\r\n", 400),
         (get(b"/", b"no colon"), 400),
         (get(b"/"), 400),
-        (get(b"/", b"host: x", b"host: x"), 400),
+        (get(b"/", b"host: localhost", b"host: localhost"), 400),
         (get(b"/", b"host:"), 400),
         (get(b"/", b"host: a b"), 400),
         (get(b"/", b"host: a/b"), 400),
@@ -32,15 +36,15 @@ def get(target: bytes, *lines: bytes, version: bytes = b"1.1") -> bytes:
         (get(b"/", b"host: a:65536"), 400),
         (get(b"/", b"host: [::1"), 400),
         (get(b"/", b"host: \xe4"), 400),
-        (get(b"/", b"host: x", version=b"2.0"), 505),
-        (get(b"/", b"host: x", version=b"0.9"), 505),
-        (get(b"/", b"host: x", version=b"1.2"), 505),
-        (get(b"health", b"host: x"), 400),
-        (get(b"*", b"host: x"), 400),
-        (get(b"ftp://x/", b"host: x"), 400),
-        (get(b"http:///health", b"host: x"), 400),
-        (get(b"http://user@x/health", b"host: x"), 400),
-        (get(b"/#there", b"host: x", b"content-length: 0", b"transfer-encoding: chunked"), 400),
+        (get(b"/", b"host: localhost", version=b"2.0"), 505),
+        (get(b"/", b"host: localhost", version=b"0.9"), 505),
+        (get(b"/", b"host: localhost", version=b"1.2"), 505),
+        (get(b"health", b"host: localhost"), 400),
+        (get(b"*", b"host: localhost"), 400),
+        (get(b"ftp://x/", b"host: localhost"), 400),
+        (get(b"http:///health", b"host: localhost"), 400),
+        (get(b"http://user@x/health", b"host: localhost"), 400),
+        (get(b"/#there", b"host: localhost", b"content-length: 0", b"transfer-encoding: chunked"), 400),
         (post(BODY, "transfer-encoding: chunked") + SMUGGLED, 400),
         (post(BODY, "content-length: 3"), 400),
         (post(BODY, "transfer-encoding: gzip, chunked"), 400),
@@ -59,7 +63,7 @@ def test_it_is_refused_and_the_connection_closed(edge: GatewayHere, sent: bytes,
 
 def test_the_log_quotes_nothing_of_a_line_that_is_none(edge: GatewayHere) -> None:
     with capture_logs() as lines:
-        edge.send_raw(get(b"/", b"host: x", b"authorization : hidden"))
+        edge.send_raw(get(b"/", b"host: localhost", b"authorization : hidden"))
     assert [line["error"] for line in lines if line["event"] == "http_refused"] == ["illegal header line"]
 
 
@@ -67,9 +71,9 @@ def test_the_log_quotes_nothing_of_a_line_that_is_none(edge: GatewayHere) -> Non
 @pytest.mark.parametrize(
     ("target", "host"),
     [
-        (b"http://other.example/health/live", b"host: x"),
+        (b"http://other.localhost/health/live", b"host: localhost"),
         (b"HTTP://[::1]:8000/health/live?a=b", b"host: [::1]:8000"),
-        (b"https://a_b.c:1/health/live", b"host: a_b.c:1"),
+        (b"https://a_b.localhost:1/health/live", b"host: a_b.localhost:1"),
         (b"/health/live", b"host: 127.0.0.1:8000"),
     ],
 )
@@ -79,8 +83,33 @@ def test_a_target_may_name_its_host(edge: GatewayHere, target: bytes, host: byte
 
 
 def test_a_host_without_a_path_is_its_root(edge: GatewayHere) -> None:
-    answer = edge.send_raw(get(b"http://x", b"host: x", b"connection: close"))
+    answer = edge.send_raw(get(b"http://localhost", b"host: localhost", b"connection: close"))
     assert answer.headers["content-type"].startswith("text/html")
+
+
+@pytest.mark.parametrize("path", [b"/", b"/metrics", b"/health/live", b"/v1/models", b"/nowhere"])
+def test_a_page_that_points_its_domain_at_loopback_gets_nothing(edge: GatewayHere, path: bytes) -> None:
+    heads = (
+        (path, b"host: rebind.example"),
+        (path, b"host: REBIND.example.:8000"),
+        (path, b"host: 127.0.0.1.rebind.example"),
+        (path, b"host: localhost.rebind.example"),
+        (b"http://rebind.example" + path, b"host: localhost"),
+    )
+    for target, host in heads:
+        refused = edge.send_raw(get(target, host, b"connection: close"))
+        assert (refused.status, refused.error["code"]) == (403, "host_not_allowed"), host
+    for host in (b"LOCALHOST:1", b"localhost.", b"a.localhost", b"127.1.2.3", b"[::1]:8000", HOSTNAME):
+        assert edge.send_raw(get(path, b"host: " + host, b"connection: close")).status != 403, host
+    assert edge.send_raw(get(path, b"connection: close", version=b"1.0")).status != 403
+
+
+def test_hosts_may_be_allowed(loop: LoopThread, scripted: ScriptedServer) -> None:
+    for allowed, status in ((("API.example", "b.example"), 403), (("*",), 200)):
+        with gateway_here(loop, scripted.address, allowed_hosts=allowed) as gateway:
+            for host, expected in ((b"api.example:80", 200), (b"127.0.0.1", 200), (b"c.example", status)):
+                answer = gateway.send_raw(get(b"/health/live", b"host: " + host, b"connection: close"))
+                assert answer.status == expected, host
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "identity, gzip", "nonsense"])

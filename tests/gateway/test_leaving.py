@@ -23,7 +23,7 @@ LONG: dict[str, Any] = {
 }
 TOKENS = "baton_gateway_completion_tokens_total"
 LIVE = b'{"status":"ok"}'
-NEXT = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+NEXT = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LEFT = "baton_gateway_client_disconnects_total"
 
 
@@ -98,7 +98,7 @@ def test_a_client_that_has_sent_its_next_request_may_leave_too(edge: GatewayHere
 def test_requests_behind_an_open_one_are_answered_after_it(edge: GatewayHere, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), delta([5], "first"), finished()]
     with socket.create_connection(("127.0.0.1", edge.port), BOUND_S) as connection:
-        connection.sendall(post(BODY) + NEXT + NEXT.replace(b"host", b"connection: close\r\nhost"))
+        connection.sendall(post(BODY) + NEXT + NEXT.replace(b"host:", b"connection: close\r\nhost:"))
         with connection.makefile("rb") as answers:
             received = answers.read()
     assert received.count(b"HTTP/1.1 200") == 3

@@ -90,7 +90,9 @@ def test_who_sends_a_whole_body_before_it_reads_gets_the_answer(
     with gateway_here(loop, scripted.address, max_request_bytes=SMALLEST) as gateway, socket.socket() as connection:
         connection.settimeout(BOUND_S)
         connection.connect(("127.0.0.1", gateway.port))
-        connection.sendall("\r\n".join([line, "host: x", *head, f"content-length: {num_bytes}", "", ""]).encode())
+        connection.sendall(
+            "\r\n".join([line, "host: localhost", *head, f"content-length: {num_bytes}", "", ""]).encode()
+        )
         connection.sendall(bytes(num_bytes))
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'{"error":' in answer
@@ -204,7 +206,7 @@ def test_large_bodies_on_their_way_are_bounded_of_each_client_and_in_all() -> No
 
 
 @pytest.mark.parametrize(
-    "begun", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a head"]
+    "begun", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"], ids=["nothing", "half a head"]
 )
 @pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
 def test_a_head_that_does_not_come_costs_the_connection(
@@ -216,7 +218,7 @@ def test_a_head_that_does_not_come_costs_the_connection(
         socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as connection,
     ):
         if is_second:
-            connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             received = b""
             while b"ok" not in received:
                 received += connection.recv(4096)
@@ -304,7 +306,7 @@ def test_another_key_opens_nothing(locked: GatewayHere, scripted: ScriptedServer
 @pytest.mark.parametrize("other", [b"first-key", b"second-key", b"x"])
 def test_two_keys_at_a_time_open_nothing(locked: GatewayHere, other: bytes) -> None:
     answer = locked.send_raw(
-        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         b"authorization: Bearer first-key\r\nauthorization: Bearer " + other + b"\r\n\r\n"
     )
     assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")

@@ -5,6 +5,7 @@ import socket
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -195,19 +196,28 @@ def test_the_endpoint_serves_the_registry_it_was_given(registry: CollectorRegist
     assert 'baton_rows{state="transferring"} 3.0' in text
 
 
+def status_of(server: MetricsServer, **headers: str) -> int:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=headers)
+    try:
+        return int(urllib.request.urlopen(request, timeout=BOUND_S).status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_the_endpoint_asks_for_a_token(registry: CollectorRegistry) -> None:
     with MetricsServer("127.0.0.1:0", registry, tokens=("some-long-token", "another-token")) as server:
-
-        def ask(**headers: str) -> int:
-            request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=headers)
-            try:
-                return int(urllib.request.urlopen(request, timeout=BOUND_S).status)
-            except urllib.error.HTTPError as error:
-                return error.code
-
+        ask = partial(status_of, server)
         assert (ask(), ask(authorization="Bearer some"), ask(authorization="some-long-token")) == (401, 401, 401)
         assert (ask(authorization="Bearer another-token"), ask(authorization="Bearer some-long-token")) == (200, 200)
         assert ask(authorization="Basic " + base64.b64encode(b"me:another-token").decode()) == 200
+
+
+def test_the_endpoint_answers_no_page_that_points_its_domain_at_loopback(registry: CollectorRegistry) -> None:
+    with MetricsServer("127.0.0.1:0", registry) as server:
+        ask = partial(status_of, server)
+        assert (ask(host="rebind.example"), ask(host="localhost:1"), ask(host="[::1]")) == (403, 200, 200)
+    with MetricsServer("0.0.0.0:0", registry) as server:
+        assert status_of(server, host="prefill:9000") == 200
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /metrics HTTP/1.1\r\nx: "], ids=["nothing", "half a head"])
