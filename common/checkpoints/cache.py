@@ -50,7 +50,16 @@ def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress
     `path`; `scratch` is for its work.
 
     If `make` raises or the process dies, `path` does not exist. `progress` is told if another process is waited for.
+    Raises StartupError if the directory cannot be written, or its disk is full.
     """
+    try:
+        return _made_once(path, make, progress)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise StartupError(f"{path} cannot be made: {why} (XDG_CACHE_HOME names another place for it)") from error
+
+
+def _made_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

