@@ -65,6 +65,7 @@ class UnparsedOptions(TypedDict, total=False):
     ebnf: str | None
     lark: str | None
     reasoning: Reasoning | None
+    open_objects: bool | None
     speculate: bool | None
     skip_special_tokens: bool | None
     shown_special_tokens: Sequence[str] | None

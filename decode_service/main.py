@@ -123,6 +123,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         eos_token_ids=runtime.model.eos_token_ids,
         sampling_defaults=sampling_defaults,
         best_priority=settings.best_priority,
+        opens_objects=settings.open_objects,
     )
     async with AsyncExitStack() as stack:
         compiler = await stack.enter_async_context(_grammar_compiler(process, tokenizer, limits))

@@ -200,6 +200,8 @@ class GenerationFields(GrammarFields, RequestFields):
         )
         if (constraint := self.constraint) is not None:
             options[constraint.option] = constraint.value
+        if (asked := self.structured_outputs) is not None and asked.disable_additional_properties is not None:
+            options["open_objects"] = not asked.disable_additional_properties
         return options
 
 

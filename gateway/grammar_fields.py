@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from common.grammar.grammar import MAX_CHARS, GrammarKind
+from common.grammar.grammar import MAX_CHARS, SCHEMA_OPTIONS, GrammarKind
+from common.text.chat_messages import json_object
 from gateway.errors import invalid
 
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -73,24 +74,33 @@ class ResponseFormat(StrictFields):
 
 
 class StructuredOutputs(StrictFields):
-    """vLLM's field `structured_outputs`. Its switches are options of vLLM's grammar libraries; those that would change
-    the output must keep their defaults.
-    """
+    """vLLM's field `structured_outputs`. Three of its switches say how a JSON schema is meant."""
 
     schema_text: Annotated[SchemaText | None, Field(alias="json")] = None
     regex: GrammarText | None = None
     choice: Texts | None = None
     grammar: GrammarText | None = None
     json_object: bool = False
-    disable_any_whitespace: Literal[False] = False
-    disable_additional_properties: Literal[False] = False
-    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool = False  # accepted: there is one grammar library
+    whitespace_pattern: GrammarText | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not (self.schema_text or self.regex or self.choice or self.grammar or self.json_object):
             raise ValueError("needs json, regex, choice, grammar, or json_object that is true")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ValueError("disable_any_whitespace does not go with whitespace_pattern")
         return self
+
+    def meant(self, schema_text: str | None) -> str | None:
+        """Returns a schema's text with what these switches say about its spaces."""
+        if self.disable_any_whitespace:
+            return _with_options(schema_text, whitespace_flexible=False)
+        if self.whitespace_pattern is not None:
+            return _with_options(schema_text, whitespace_pattern=self.whitespace_pattern)
+        return schema_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +146,23 @@ class GrammarFields(StrictFields):
         yield Constraint(_language(self.grammar), self.grammar, "grammar")
         yield Constraint(_language(self.guided_grammar), self.guided_grammar, "guided_grammar")
         if (asked := self.structured_outputs) is not None:
-            yield Constraint("json_schema", asked.schema_text, "structured_outputs.json")
-            yield Constraint(
-                "json_schema", OBJECT_SCHEMA if asked.json_object else "", "structured_outputs.json_object"
-            )
+            yield Constraint("json_schema", asked.meant(asked.schema_text), "structured_outputs.json")
+            whole = asked.meant(OBJECT_SCHEMA) if asked.json_object else ""
+            yield Constraint("json_schema", whole, "structured_outputs.json_object")
             yield Constraint("regex", asked.regex, "structured_outputs.regex")
             yield Constraint("choice", asked.choice, "structured_outputs.choice")
             yield Constraint(_language(asked.grammar), asked.grammar, "structured_outputs.grammar")
+
+
+def _with_options(schema_text: str | None, **options: Any) -> str | None:
+    """Returns a schema's text with more options for the grammar library. What is no schema is refused later."""
+    if not schema_text or len(schema_text) > MAX_CHARS[GrammarKind.JSON_SCHEMA]:
+        return schema_text
+    schema = json_object(schema_text)
+    if schema is None:
+        return schema_text
+    before = schema.get(SCHEMA_OPTIONS)
+    return json.dumps({**schema, SCHEMA_OPTIONS: {**(before if isinstance(before, dict) else {}), **options}})
 
 
 def _language(grammar: str | None) -> Literal["ebnf", "lark"]:

@@ -235,6 +235,8 @@ class DecodeSettings(ServiceSettings):
     """Most bytes of one request, 64 KiB to 16 MiB."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: sampling options that a request leaves open are those of the model's generation_config.json."""
+    open_objects: bool = False
+    """Objects of JSON schemas that declare properties may have others where schema and request do not say."""
 
     @property
     def max_fused_tokens(self) -> int:

@@ -34,9 +34,16 @@ MAX_CHARS: Mapping[GrammarKind, int] = {
 """The most characters of a grammar's text. JSON schemas inside a Lark grammar are not part of its count."""
 
 
+SCHEMA_OPTIONS = "x-guidance"
+"""The keyword with which a whole JSON schema says how it is meant (llguidance's name for it)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """The text of a grammar, which a request's output must fit.
+
+    With `opens_objects`, an object of a JSON schema that declares properties may have others where the schema does not
+    say.
 
     `made_of` names the request's field that the grammar was derived from, if it is not the field of its kind. Lines of
     a derived text may come from other fields; `fields_of_lines` maps their numbers, from 1, to these.
@@ -44,6 +51,7 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    opens_objects: bool = False
     made_of: str = field(default="", compare=False)
     fields_of_lines: Mapping[int, str] = field(default_factory=dict, compare=False)
 

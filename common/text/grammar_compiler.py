@@ -187,7 +187,9 @@ class GrammarTrials:
         Raises GrammarRefused for a grammar that is not served or exceeds the limits, and ChildFailed if the child
         process does not work or gets too little time. If the caller is cancelled, the process is killed.
         """
-        command = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
+        command = json.dumps(
+            {"kind": grammar.kind.value, "text": grammar.text, "opens_objects": grammar.opens_objects}
+        ).encode()
         try:
             status, content = await (await self._usable_process()).ask(command)
         except ChildEnded:  # the process may have ended before the request reached it

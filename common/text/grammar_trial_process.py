@@ -77,7 +77,9 @@ def main() -> None:
         asker.answer(DONE)
         while True:
             asked = json.loads(_command(asker))
-            asker.answer(*_tried(grammars, Grammar(GrammarKind(asked["kind"]), asked["text"]), limits))
+            kind = GrammarKind(asked["kind"])
+            grammar = Grammar(kind, asked["text"], opens_objects=asked["opens_objects"])
+            asker.answer(*_tried(grammars, grammar, limits))
     except (EOFError, OSError):  # the service has ended
         os._exit(0)
 

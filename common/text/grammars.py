@@ -15,18 +15,19 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import quote
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
-from common.grammar.grammar import MAX_CHARS, Grammar, GrammarKind
+from common.grammar.grammar import MAX_CHARS, SCHEMA_OPTIONS, Grammar, GrammarKind
 from common.grammar.matcher import Mask, Matcher, allows, forbid
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
+from common.text.json_objects import close_objects
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
 
 _MAX_CACHED = 256
@@ -66,7 +67,6 @@ _JSON_OPTIONS: Any = {
     "coerce_one_of": False,
     "json_allowed_escapes": 'nrbtf\\"',  # no \u: it would spell a declared key as another one
     "json_allow_general_unicode_escapes": False,
-    "whitespace_pattern": r"[ \n\r\t]{1,4}",  # else a model may write spaces for ever
 }
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are not schemas."""
@@ -328,6 +328,16 @@ class _Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
+class _SchemaOptions:
+    """What the keyword SCHEMA_OPTIONS may say: the regular expression of the spaces between parts of the JSON, and
+    whether there may be any.
+    """
+
+    whitespace_pattern: str = r"[ \n\r\t]{1,4}"  # bounded: else a model may write spaces for ever
+    whitespace_flexible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class _Prototype:
     matcher: LLMatcher
     num_bytes: int
@@ -519,15 +529,15 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         _check_length(len(grammar.text), grammar.kind)
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = _checked_schema(grammar.text)
+            schema, options = _checked_schema(grammar.text, opens_objects=grammar.opens_objects)
             try:
-                text = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+                text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
             except ValueError as error:  # of text that is not Unicode: half of a surrogate pair
                 raise GrammarRefused(str(error)) from error
         case GrammarKind.REGEX:
-            text = LLMatcher.grammar_from_regex(grammar.text)
+            text = LLMatcher.grammar_from_regex(_with_ascii_classes(grammar.text))
         case GrammarKind.LARK:
-            text = LLMatcher.grammar_from_lark(_checked_lark(grammar.text))
+            text = LLMatcher.grammar_from_lark(_checked_lark(grammar.text, opens_objects=grammar.opens_objects))
         case GrammarKind.CHOICE:
             text = LLMatcher.grammar_from_lark(_choice_as_lark(grammar.choices))
         case GrammarKind.EBNF:
@@ -558,20 +568,30 @@ def _choice_as_lark(texts: Sequence[str]) -> str:
     return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, texts))}"
 
 
-def _checked_schema(text: str) -> dict[str, Any]:
-    """Parses a JSON schema. Raises GrammarRefused if llguidance would take too long for it, or not keep to it."""
+def _with_ascii_classes(regex: str) -> str:
+    """Returns a regular expression whose \\d and \\w are those of JSON schemas: they match ASCII characters only."""
+    with_ascii: str = regex_to_lark(regex, use_ascii="dw")
+    return with_ascii
+
+
+def _checked_schema(text: str, *, opens_objects: bool) -> tuple[dict[str, Any], Any]:
+    """Parses a JSON schema, and returns it with the library's options for it.
+
+    Raises GrammarRefused if llguidance would take too long for it, or not keep to it.
+    """
     try:
         schema = json.loads(text)
     except RecursionError as error:
         raise GrammarRefused("nests too deeply") from error
     except ValueError as error:
         raise GrammarRefused(f"is not JSON: {error}") from error
-    return _check_schema(schema)
+    return _check_schema(schema, opens_objects=opens_objects)
 
 
-def _check_schema(schema: Any) -> dict[str, Any]:
+def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], Any]:
     if not isinstance(schema, dict):
         raise GrammarRefused("is not a JSON object")
+    options = _options(schema.pop(SCHEMA_OPTIONS, {}))
     schemas, values = list(_schemas_in(schema)), []
     if any(_has_odd_reference(part) for _, part in schemas):
         known = {id(part) for _, part in schemas}
@@ -580,7 +600,23 @@ def _check_schema(schema: Any) -> dict[str, Any]:
         _check(place, part, _check_keywords, _make_writable)
     for place, part in values:
         _check(place, part, _check_keywords, _check_has_no_pattern)
-    return schema
+    if not opens_objects:
+        close_objects(schema, [part for _, part in schemas])
+    return schema, options
+
+
+def _options(asked: Any) -> Any:
+    """Returns the library's options for a schema with these SCHEMA_OPTIONS."""
+    try:
+        given = _SchemaOptions(**asked)
+    except TypeError:
+        names = " and ".join(each.name for each in fields(_SchemaOptions))
+        raise GrammarRefused(f"{SCHEMA_OPTIONS}: is an object that may have {names}") from None
+    pattern, flexible = given.whitespace_pattern, given.whitespace_flexible
+    if [type(pattern), type(flexible)] != [str, bool]:
+        raise GrammarRefused(f"{SCHEMA_OPTIONS}: has a value of a wrong type")
+    whitespace = {"whitespace_pattern": pattern} if flexible else {"whitespace_flexible": False}
+    return {**_JSON_OPTIONS, **whitespace}
 
 
 def _check(place: _Place, part: dict[str, Any], *checks: Callable[[dict[str, Any]], None]) -> None:
@@ -593,8 +629,8 @@ def _check(place: _Place, part: dict[str, Any], *checks: Callable[[dict[str, Any
 
 
 def _check_keywords(part: dict[str, Any]) -> None:
-    if "x-guidance" in part:
-        raise _KeywordRefused("x-guidance", "is not supported")
+    if SCHEMA_OPTIONS in part:
+        raise _KeywordRefused(SCHEMA_OPTIONS, "is for a whole schema only")
     for keyword, value in part.items():
         if keyword in ("const", "enum"):
             for number in _leaves(value, int, float):
@@ -674,13 +710,16 @@ def _check_has_no_pattern(value: dict[str, Any]) -> None:
         raise _KeywordRefused("format", why)
 
 
-def _checked_lark(text: str) -> str:
+def _checked_lark(text: str, *, opens_objects: bool) -> str:
     """Returns the Lark grammar with our options added to each JSON schema in it. Raises GrammarRefused."""
     parts: list[str] = []
     done = place = num_schema_chars = 0
     while (found := _LARK_PART.search(text, place)) is not None:
         place = found.end()
         if found[1] is None:
+            if found[0].startswith("/") and not found[0].startswith("//"):
+                parts += (text[done : found.start() + 1], _with_ascii_classes(found[0][1:-1]), "/")
+                done = place
             continue
         try:
             value, place = _JSON.raw_decode(text, place)
@@ -690,10 +729,10 @@ def _checked_lark(text: str) -> str:
             _check_length(place - found.end(), GrammarKind.JSON_SCHEMA)
             num_schema_chars += place - found.end()
             try:
-                schema = {**_check_schema(value), "x-guidance": _JSON_OPTIONS}
+                schema, options = _check_schema(value, opens_objects=opens_objects)
             except GrammarRefused as error:
                 raise GrammarRefused(f"{_place_of(text, found.start())}: {error}") from error
-            parts += (text[done : found.start()], "%json ", json.dumps(schema))
+            parts += (text[done : found.start()], "%json ", json.dumps({**schema, SCHEMA_OPTIONS: options}))
             done = place
     _check_length(len(text) - num_schema_chars, GrammarKind.LARK)
     return "".join([*parts, text[done:]])

@@ -190,7 +190,7 @@ def grammar_of(params: types_pb2.SamplingParams) -> Grammar | None:
         return None
     if name == GrammarKind.CHOICE.value:
         return Grammar.of_choices(params.choice.texts)
-    return Grammar(GrammarKind(name), getattr(params, name))
+    return Grammar(GrammarKind(name), getattr(params, name), opens_objects=params.open_objects)
 
 
 def reasoning_of(params: types_pb2.SamplingParams) -> Reasoning | None:
@@ -211,3 +211,4 @@ def _set_grammar(params: types_pb2.SamplingParams, grammar: Grammar) -> None:
         params.choice.CopyFrom(types_pb2.Choice(texts=grammar.choices))
     else:
         setattr(params, grammar.kind.value, grammar.text)
+        params.open_objects = grammar.opens_objects

@@ -50,6 +50,7 @@ class ModelLimits:
     options, where it has any.
 
     `max_context_tokens` bounds prompt and output together. `best_priority` is the lowest that requests may ask for.
+    `opens_objects` is the default of a request's option `open_objects`.
     """
 
     vocab_size: int
@@ -57,6 +58,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     best_priority: int = 0
+    opens_objects: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +126,19 @@ def check_request(
     sampling = check_sampling(
         request.sampling, limits.vocab_size, limits.eos_token_ids, defaults=limits.sampling_defaults
     )
+    grammar = sampling.resolved.grammar
     if isinstance(prompt, ChatPrompt) and prompt.options.tools:
         choice = _tool_choice(request.chat.tool_choice, prompt.options.tools)
-        grammar = tool_grammars.grammar(prompt.options.tools, choice, sampling.resolved.grammar)
+        grammar = tool_grammars.grammar(prompt.options.tools, choice, grammar)
         if grammar is not None and request.sampling.ignore_eos:
             raise InvalidRequest("sampling.ignore_eos", "does not go with tools whose calls are bound to fit")
-        sampling = replace(sampling, resolved=replace(sampling.resolved, grammar=grammar))
     elif isinstance(prompt, ChatPrompt) and not prompt.options.continue_final_message:
-        grammar = tool_grammars.answer(sampling.resolved.grammar)
-        sampling = replace(sampling, resolved=replace(sampling.resolved, grammar=grammar))
+        grammar = tool_grammars.answer(grammar)
+    if grammar is not None:
+        is_said = request.sampling.HasField("open_objects")
+        opens_objects = request.sampling.open_objects if is_said else limits.opens_objects
+        grammar = replace(grammar, opens_objects=opens_objects)
+    sampling = replace(sampling, resolved=replace(sampling.resolved, grammar=grammar))
     return CheckedRequest(
         request_id=_request_id(request),
         prompt=prompt,

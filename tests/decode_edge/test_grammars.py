@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -57,7 +58,7 @@ ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\
         ("json_schema", json.dumps(WIDE), "has 501 keys, more than"),
         ("json_schema", json.dumps({"enum": ["x" * 70_000]}), "characters, more than"),
         ("json_schema", json.dumps({"const": "\ud800"}), "not JSON serializable"),
-        ("json_schema", json.dumps({"type": "integer", "x-guidance": {}}), "x-guidance"),
+        ("json_schema", json.dumps({"type": "integer", "x-guidance": {"spaces": 1}}), "x-guidance"),
         ("json_schema", json.dumps({"properties": {"const": SLOW}}), "multipleOf"),
         ("json_schema", json.dumps({"$ref": "#/examples/0", "examples": [SLOW]}), "multipleOf"),
         ("json_schema", json.dumps({"$ref": "#/$defs/a%2Fdefault", "$defs": {"a": {"default": SLOW}}}), "multipleOf"),
@@ -66,7 +67,7 @@ ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\
         ("regex", "a(?=b)", "look-around"),
         ("lark", "start: nothing", "nothing"),
         ("lark", 'start: "{" %json ' + json.dumps(SLOW), "multipleOf"),
-        ("lark", 'start: %json {"x-guidance": {}}', "x-guidance"),
+        ("lark", 'start: %json {"x-guidance": {"whitespace_pattern": 1}}', "x-guidance"),
         ("lark", "start: %json [", "is not JSON"),
         ("lark", 'start: %json {"enum": ["' + "x" * 70_000 + '"]}', "characters, more than"),
         ("lark", "start: " + '"a" ' * 5000, "characters, more than"),
@@ -157,6 +158,79 @@ def test_the_place_of_a_keyword_is_cut_at_its_beginning() -> None:
 async def test_what_looks_like_a_keyword_or_a_schema_is_served(edge: Edge, field: str, text: str) -> None:
     edge.generate(token_ids=PROMPT, sampling=types_pb2.SamplingParams(**{field: text}))
     assert (await edge.engine.submitted()).matcher is not None
+
+
+OF_A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+Z = {"type": "object", "properties": {"z": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        (OF_A, True),
+        ({**OF_A, "required": ["a"]}, True),
+        ({"items": OF_A, "type": "array"}, True),
+        ({"anyOf": [OF_A, {"type": "null"}]}, True),
+        ({"anyOf": [OF_A, {**OF_A, "required": ["a"]}], "description": "one of two"}, True),
+        ({"allOf": [OF_A]}, True),
+        ({"$ref": "#/$defs/x~1y", "$defs": {"x/y": OF_A}}, True),
+        ({**OF_A, "properties": {"a": OF_A}}, True),
+        ({"type": "object"}, False),
+        ({**OF_A, "additionalProperties": True}, False),
+        ({**OF_A, "additionalProperties": {"type": "integer"}}, False),
+        ({**OF_A, "patternProperties": {"^z": {"type": "integer"}}, "additionalProperties": False}, False),
+        ({**OF_A, "required": ["z"]}, False),
+        ({"allOf": [OF_A, Z]}, False),
+        ({**OF_A, "anyOf": [Z, {"required": ["a"]}]}, False),
+        ({"allOf": [{"$ref": "#/$defs/x"}, {"required": ["z"]}], "$defs": {"x": OF_A}}, False),
+    ],
+)
+def test_an_object_that_declares_properties_is_closed_unless_it_says_otherwise(
+    schema: dict[str, object], is_closed: bool
+) -> None:
+    tokenizer = byte_level()
+    texts = ['{"z": 1}', '[{"z": 1}]', '{"a": {"z": 1}}', '{"a": 1, "z": 1}', '[{"a": 1, "z": 1}]']
+    for text in (json.dumps(schema), f"start: %json {json.dumps(schema)}"):
+        grammar = Grammar(GrammarKind.LARK if text.startswith("start") else JSON_SCHEMA, text)
+        assert any(fits(grammar, each, tokenizer) for each in texts) != is_closed
+        opened = replace(grammar, opens_objects=True)
+        says = {"additionalProperties", "patternProperties"}.isdisjoint(schema)
+        assert not says or any(fits(opened, each, tokenizer) for each in texts)
+        assert any(fits(grammar, each, tokenizer) for each in ('{"a": 1}', '{"a": {"a": 1}}', '[{"a": 1}]', *texts))
+
+
+@pytest.mark.parametrize(
+    ("options", "fitting", "other"),
+    [
+        ({}, '{"a": 1 }', '{"a":     1}'),
+        ({"whitespace_pattern": "[ ]?"}, '{"a": 1}', '{"a":  1}'),
+        ({"whitespace_flexible": False}, '{"a":1}', '{"a": 1}'),
+    ],
+)
+def test_a_schema_says_which_spaces_there_are(options: dict[str, object], fitting: str, other: str) -> None:
+    tokenizer, text = byte_level(), json.dumps({**OF_A, "x-guidance": options})
+    for grammar in (Grammar(JSON_SCHEMA, text), Grammar(GrammarKind.LARK, f"start: %json {text}")):
+        assert fits(grammar, fitting, tokenizer) and not fits(grammar, other, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fitting", "others"),
+    [
+        (r"\d\D", "5٣", ["٣a", "55"]),
+        (r"[\d_]", "_", ["٣"]),
+        (r"\w\W", "aé", ["éa", "a_"]),
+        (r"\s\S", "\u00a0a", ["a\u00a0"]),
+        (r"a\/\d|\\\\d", "a/1", ["a/٣"]),
+    ],
+)
+def test_classes_of_characters_mean_one_thing_everywhere(pattern: str, fitting: str, others: list[str]) -> None:
+    tokenizer = byte_level()
+    schema = Grammar(JSON_SCHEMA, json.dumps({"type": "string", "pattern": f"^({pattern})$"}))
+    lark = Grammar(GrammarKind.LARK, f"start: /{pattern}/ // a comment\n")
+    for text, is_fitting in ((fitting, True), *((other, False) for other in others)):
+        for grammar in (Grammar(REGEX, pattern), lark):
+            assert fits(grammar, text, tokenizer) == is_fitting, (grammar.kind, text)
+        assert fits(schema, json.dumps(text, ensure_ascii=False), tokenizer) == is_fitting, text
 
 
 async def test_a_schema_in_a_grammar_has_bounded_spaces(edge: Edge) -> None:
@@ -450,6 +524,15 @@ def test_the_grammars_that_are_kept_may_grow_within_the_bound_on_all() -> None:
         grammars.matcher(grammar)
     kept = [grammar in grammars for grammar in used]
     assert kept[-1] and sum(kept) == MAX_CACHED_BYTES // LEXER_BYTES
+
+
+def fits(grammar: Grammar, text: str, tokenizer: TextTokenizer) -> bool:
+    """Returns whether the text is a whole output of the grammar."""
+    try:
+        matcher = grammars_of(tokenizer).matcher(grammar, tokenizer.encode(text))
+    except OutputRefused:
+        return False
+    return eos_id(tokenizer) in allowed(matcher, tokenizer)
 
 
 def refusal(grammar: Grammar) -> str:

@@ -255,7 +255,7 @@ def test_whatever_is_drawn_under_a_required_grammar_is_a_call_that_fits(name: st
         ({"not": {}}, "not"),
         ({"properties": {"a": {"multipleOf": 999_983}}}, "multipleOf"),
         ({"minProperties": 2}, "minProperties"),
-        ({"x-guidance": {}}, "x-guidance"),
+        ({"x-guidance": []}, "x-guidance"),
         ({"properties": {"a": {"enum": ["x" * 70_000]}}}, "characters, more than"),
     ],
 )

@@ -52,6 +52,16 @@ def asked(plan: Plan) -> dict[str, Any]:
         ),
         ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json", {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "structured_outputs.json", {"json_schema": SCHEMA}),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            "structured_outputs.json",
+            {"json_schema": {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}},
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": "[ ]?"}},
+            "structured_outputs.json_object",
+            {"json_schema": {**ANY, "x-guidance": {"whitespace_pattern": "[ ]?"}}},
+        ),
         ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", {"json_schema": ANY}),
         ({"structured_outputs": {"regex": "a+", "json": None}}, "structured_outputs.regex", {"regex": "a+"}),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs.choice", {"choice": ["a", "b"]}),
@@ -79,6 +89,14 @@ def test_every_way_to_say_it_is_one_option(fields: dict[str, Any], param: str, e
 
 
 @pytest.mark.parametrize(
+    ("fields", "open_objects"),
+    [({}, None), ({"disable_additional_properties": True}, False), ({"disable_additional_properties": False}, True)],
+)
+def test_vllms_switch_says_whether_objects_are_open(fields: dict[str, Any], open_objects: bool | None) -> None:
+    assert chat(structured_outputs={"json": SCHEMA, **fields}).sampling.get("open_objects") == open_objects
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"regex": "a", "ebnf": EBNF}, "ebnf: does not go with regex"),
@@ -91,7 +109,10 @@ def test_every_way_to_say_it_is_one_option(fields: dict[str, Any], param: str, e
             r"structured_outputs\.choice: does not go with struct",
         ),
         ({"structured_outputs": {"structural_tag": "{}"}}, r"structured_outputs\.structural_tag: "),
-        ({"structured_outputs": {"disable_any_whitespace": True}}, r"structured_outputs\.disable_any_whitespace: "),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": "a"}},
+            "structured_outputs: disable_any_whitespace does not go with whitespace_pattern",
+        ),
         ({"response_format": {"type": "structural_tag"}}, r"response_format\.type: "),
         ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format: "),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format: "),

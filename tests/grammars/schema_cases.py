@@ -67,7 +67,7 @@ CASES = (
     Case("enum control character", {"enum": ["b", {"c": ["a\u007f"]}]}, refused="enum"),
     Case("const short escapes", {"const": "\b\f\n\r\t"}, ["\b\f\n\r\t"], [""]),
     # objects
-    Case("properties", _object(a=INTEGER), [{"a": 1, "b": "x"}, {}], [{"a": "x"}]),
+    Case("properties", _object(a=INTEGER), [{"a": 1}, {}], [{"a": "x"}], narrow=[{"a": 1, "b": "x"}]),
     Case("properties false", _object(a=False, b=INTEGER), [{"b": 1}], [{"a": 1}]),
     Case(
         "properties escaped",
@@ -91,8 +91,9 @@ CASES = (
     Case(
         "required",
         _object(["a", "c"], a=STRING, b=INTEGER, c=NUMBER),
-        [{"a": "x", "c": 1}, {"a": "x", "b": 1, "c": 2.5}, {"a": "x", "c": 1, "zz": 1}],
+        [{"a": "x", "c": 1}, {"a": "x", "b": 1, "c": 2.5}],
         [{"a": "x"}, {}],
+        narrow=[{"a": "x", "c": 1, "zz": 1}],
     ),
     Case("required undeclared", _object(["b"], a=STRING), [{"b": 1}, {"a": "x", "b": 1}], [{"a": "x"}, {}]),
     Case("required alone", {"type": "object", "required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
@@ -134,7 +135,7 @@ CASES = (
     Case("minProperties", {"type": "object", "minProperties": 2}, refused="minProperties"),
     Case("minProperties 1", {"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
     Case("maxProperties", {"type": "object", "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
-    Case("maxProperties with properties", {**_object(**_AB), "maxProperties": 1}, refused="maxProperties"),
+    Case("maxProperties with properties", {**_object(**_AB), "maxProperties": 1}, [{}, {"b": 2}], [{"a": 1, "b": 2}]),
     Case("dependentRequired", {**_object(**_AB), "dependentRequired": {"a": ["b"]}}, refused="dependentRequired"),
     Case(
         "dependentSchemas",
