@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, TokenizersBackend
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import logging as transformers_logging
@@ -365,7 +365,12 @@ def _check_sizes(get: Callable[[str, None], Any], place: str) -> None:
 
 
 def read_tokenizer(directory: Path) -> Any | None:
-    """Reads the tokenizer in `directory`. Returns None if there is none; transformers would make up an empty one."""
+    """Reads the tokenizer in `directory`. Returns None if there is none; transformers would make up an empty one.
+
+    If there is a tokenizer.json, texts are normalised, split and merged as it says. Many classes of transformers take
+    only the vocabulary from it and have their own rules, so of such a class only the default special tokens are kept,
+    as far as the files hold them.
+    """
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
     there = [name for name in _TOKENIZER_FILES if (directory / name).exists() and not name.endswith("_config.json")]
@@ -373,14 +378,19 @@ def read_tokenizer(directory: Path) -> Any | None:
     only = f" is {there[0]} without {_TOKENIZER_FILES[0]}, which has to be added here" if is_converted else ""
     with model_faults(f"{directory.name}: its tokenizer{only}"):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        stored = None if type(tokenizer) is TokenizersBackend else _stored_tokens(directory)
+        if stored is not None:
+            named = tokenizer.special_tokens_map.items()
+            special: dict[str, Any] = {name: token for name, token in named if token in stored}
+            tokenizer = TokenizersBackend.from_pretrained(str(directory), trust_remote_code=False, **special)
     return tokenizer
 
 
 def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
     """Raises UnsupportedModel, naming the token, if a token's id is not below `vocab_size`.
 
-    Tokens that are in none of the model's files are not checked: some tokenizer classes of transformers add them, and a
-    prompt that has one is refused later.
+    Tokens of no vocabulary in the files are not checked: transformers adds special tokens that the settings only name,
+    and a prompt that has one is refused later.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     past = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)

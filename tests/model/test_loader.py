@@ -10,14 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
 from common.model.loader import load_target
+from common.model.model_files import read_tokenizer
 from common.model.target import TargetModel
+from common.text.tokenizer import TextTokenizer
 from tests.model.conftest import Reference
 from tests.model.paged_model import PagedModel
-from tests.support.models import END, END_ID, UNKNOWN, VOCAB_SIZE, save_last_token_model, save_tiny_model
+from tests.support.models import (
+    END,
+    END_ID,
+    START,
+    UNKNOWN,
+    VOCAB_SIZE,
+    make_tokenizer,
+    save_last_token_model,
+    save_tiny_model,
+)
 
 ABSENT: Any = object()
 
@@ -117,6 +129,42 @@ def test_end_tokens_that_no_request_can_carry_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=refusal):
         load_target(with_end_tokens(tmp_path, **changes), device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("tokenizer_class", [None, "GPT2Tokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma", "gpt_neox", "mistral"])
+def test_text_has_the_ids_of_tokenizer_json_whatever_its_class(
+    model_type: str, tokenizer_class: str | None, tmp_path: Path
+) -> None:
+    made = make_tokenizer(merges=[("Ċ", "Ċ"), ("1", "2"), ("Ġ", "a"), ("Ċ", "b")])
+    words = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|[\r\n]+| ?[^\s\p{N}]+|\s"), "isolated")
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(f"{START} $A", None, [(START, 1)])
+    made.save_pretrained(str(tmp_path))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["tokenizer_class"]
+    settings |= {"add_bos_token": False} | ({"tokenizer_class": tokenizer_class} if tokenizer_class else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer, file = TextTokenizer.from_directory(tmp_path), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("a\n\nb", "12345 a\n\n b", f"é{END} a", "I'll", "e\u0301", ""):
+        ids = file.encode(text).ids
+        assert tokenizer.encode(text) == tuple(ids), text
+        assert tokenizer.decode(ids) == file.decode(ids), text
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>"])
+def test_a_class_s_own_end_token_counts_if_the_files_hold_it(end: str, tmp_path: Path) -> None:
+    made = make_tokenizer()
+    made.add_tokens([AddedToken(end, special=True)])
+    made.save_pretrained(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer is not None and len(tokenizer) == len(made)
+    assert tokenizer.eos_token == (end if end == "<|endoftext|>" else None)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
