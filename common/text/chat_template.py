@@ -6,6 +6,7 @@ does not import transformers, so that a separate small process can render.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -69,13 +70,23 @@ class _Said(NamedTuple):
     part: str = ""
 
 
+class _Dropped(NamedTuple):
+    """What a template leaves out of conversations of one shape: the `first` part that it has to keep, or None, and the
+    words beside calls in `messages`, which it may leave out.
+    """
+
+    first: _Said | None
+    messages: frozenset[int] = frozenset()
+
+
 class _CallsForm(NamedTuple):
-    """The form in which a template gets tool calls: arguments as objects or as JSON text, and empty content as null or
-    as "".
+    """The form in which a template gets tool calls: arguments as objects or as JSON text, empty content as null or as
+    "", and an assistant's words beside its calls, or without them.
     """
 
     has_objects: bool
     has_null: bool
+    has_words: bool = True
 
 
 class ChatTemplate:
@@ -107,31 +118,32 @@ class ChatTemplate:
     ) -> str:
         """Renders the messages, by default up to where an assistant's answer begins. Raises ChatRefused or TextTooLong.
 
-        If the template leaves out tools, the model is told of them, their calls and their answers in ordinary messages.
+        The model is told of tools, calls and answers in ordinary messages where the template has no form for them.
         """
         places = [f"messages[{index}]" for index in range(len(messages))]
-        if self._needs_ordinary(messages, options):
-            messages, places = in_ordinary_messages(messages, options.tools)
-            options = replace(options, tools=())
+        leaves_out_tools = bool(options.tools) and not self._writes_tools
+        if leaves_out_tools or (any(message.tool_calls for message in messages) and not self._writes_calls):
+            messages, places = in_ordinary_messages(
+                messages,
+                options.tools if leaves_out_tools else (),
+                has_answers=not leaves_out_tools and self._writes_tools and self._writes_answers,
+                has_system=self._writes_system,
+            )
+            options = replace(options, tools=()) if leaves_out_tools else options
         self._check_kwargs(options)
         text = self._render(messages, options, max_chars=max_chars)
         pieces = [tuple(_pieces(message)) for message in messages]
         # A template leaves parts out if there are tools, whichever they are, so the cache does not keep the tools.
         shape_options = replace(options, tools=(_MARKED_TOOL,)) if options.tools else options
-        dropped = self._find_short(messages) or self._dropped(_shape(messages, pieces), shape_options)
-        if dropped is not None:
-            raise _left_out(dropped, places, "leaves out")
+        dropped = self._dropped(_shape(messages, pieces), shape_options)
+        if (first := self._find_short(messages) or dropped.first) is not None:
+            raise _left_out(first, places, "leaves out")
+        pieces = [() if index in dropped.messages else said for index, said in enumerate(pieces)]
         has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
         missing = _find_missing(messages, pieces, options.tools, text, has_objects=has_objects)
         if missing is not None:
             raise _left_out(missing, places, "leaves out or changes some of")
         return text
-
-    def _needs_ordinary(self, messages: Sequence[ChatMessage], options: ChatOptions) -> bool:
-        """Returns whether tools, calls and answers have to be written into ordinary messages."""
-        if options.tools:
-            return not self._writes_tools
-        return any(message.tool_calls for message in messages) and not (self._writes_calls or self._writes_tools)
 
     def _check_kwargs(self, options: ChatOptions) -> None:
         """Raises ChatRefused for a variable that the template does not read, or that a request may not set."""
@@ -182,7 +194,7 @@ class ChatTemplate:
 
     def _as_read(self, message: ChatMessage, form: _CallsForm) -> dict[str, Any]:
         """Returns the message in the form that templates for transformers expect. Absent fields have no key."""
-        says_nothing = bool(message.tool_calls) and not message.content.strip()
+        says_nothing = bool(message.tool_calls) and not (form.has_words and message.content.strip())
         content: Any = "" if says_nothing else message.content
         if message.role in self.parts_roles:
             content = [{"type": "text", "text": content}]
@@ -244,37 +256,52 @@ class ChatTemplate:
 
     @cached_property
     def _calls_form(self) -> _CallsForm:
-        """The first of `_CALLS_FORMS` in which the template renders tool calls completely.
+        """The first of `_CALLS_FORMS` in which the template renders tool calls completely, without the words beside
+        them if it renders calls in no form beside words.
 
         If there is none, this is the first form, and `render` finds what is left out of each conversation.
         """
-        for form, text in self._texts_of_calls.items():
-            if all(_marker(index) in text for index in range(3)) and not _PRINTED_ARGUMENT.search(text):
-                return form
+        for form, text in self._texts_of_calls().items():
+            if _has_calls(text):
+                return form._replace(has_words=_has_calls(self._texts_of_calls("w").get(form, "")))
         return _CALLS_FORMS[0]
 
-    @cached_property
-    def _texts_of_calls(self) -> Mapping[_CallsForm, str]:
-        """Maps the forms in which the template renders a conversation with a call to its text."""
+    def _texts_of_calls(self, words: str = "") -> Mapping[_CallsForm, str]:
+        """Maps the forms in which the template renders a conversation with a call to its text.
+
+        The text has the conversation several times, with and without a system message and a tool, because a template
+        may write calls only with them.
+        """
+        calling, answer = _MARKED_CALLS
         texts: dict[_CallsForm, str] = {}
-        for form in _CALLS_FORMS:
+        for form, before, options in itertools.product(_CALLS_FORMS, _BEGINNINGS, _WITH_AND_WITHOUT_TOOL):
             with suppress(ChatRefused, TextTooLong):
-                texts[form] = self._render([_USER, *_MARKED_CALLS], form=form)
+                text = self._render([*before, _USER, replace(calling, content=words), answer], options, form=form)
+                texts[form] = texts.get(form, "") + text
         return texts
 
-    @property
+    @cached_property
     def _writes_calls(self) -> bool:
-        return any(_marker(0) in text for text in self._texts_of_calls.values())
+        return any(_marker(0) in text for text in self._texts_of_calls().values())
 
     @cached_property
     def _writes_tools(self) -> bool:
         """Whether the template tells the model of tools, in a conversation with or without a system message."""
-        for before in ([], [ChatMessage("system", "s")]):
+        for before in _BEGINNINGS:
             with suppress(ChatRefused, TextTooLong):
                 text = self._render([*before, _USER], ChatOptions((_MARKED_TOOL,)))
                 if all(marker in text for marker in _TOOL_MARKERS):
                     return True
         return False
+
+    @cached_property
+    def _writes_answers(self) -> bool:
+        """Whether the template writes what a tool says after an assistant's words."""
+        return self._keeps("tool", _marker(0), _AROUND["tool"][0])
+
+    @cached_property
+    def _writes_system(self) -> bool:
+        return self._keeps("system", _marker(0), _AROUND["system"][0])
 
     def _find_short(self, messages: Sequence[ChatMessage]) -> _Said | None:
         """Returns the first content that the template leaves out for being short, or None."""
@@ -283,9 +310,9 @@ class ChatTemplate:
                 return _contents_of(index, message.role)
         return None
 
-    def _find_dropped(self, shape: bytes, options: ChatOptions) -> _Said | None:
-        """Returns the first part that the template leaves out of a conversation of this `_shape`, or None. Options that
-        have tools have _MARKED_TOOL.
+    def _find_dropped(self, shape: bytes, options: ChatOptions) -> _Dropped:
+        """Returns what the template leaves out of a conversation of this `_shape`. Options that have tools have
+        _MARKED_TOOL.
 
         It renders a conversation with markers as contents, and looks for the markers in the text. If the template
         refuses that conversation it has read the markers, so nothing counts as left out.
@@ -296,9 +323,17 @@ class ChatTemplate:
         try:
             text = self._render(probes, options)
         except (ChatRefused, TextTooLong):
-            return None
+            return _Dropped(None)
         found = set(_ANY_MARKER.findall(text))
-        return next((each for marker, each in said.items() if marker not in found), None)
+        dropped = [each for marker, each in said.items() if marker not in found]
+        beside_calls = frozenset(
+            each.message
+            for each in dropped
+            if each.message != _TOOLS and not each.part and probes[each.message].tool_calls
+        )
+        return _Dropped(
+            next((each for each in dropped if each.part or each.message not in beside_calls), None), beside_calls
+        )
 
 
 _USER = ChatMessage("user", "u")
@@ -312,8 +347,10 @@ _MARKED_TOOL = Tool(
 )
 _MARKED_CALLS = (
     ChatMessage("assistant", tool_calls=[ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)]),
-    ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name=_marker(0)),
+    ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name="f"),
 )
+_BEGINNINGS: Sequence[Sequence[ChatMessage]] = ((), (ChatMessage("system", "s"),))
+_WITH_AND_WITHOUT_TOOL = (NO_OPTIONS, ChatOptions((_MARKED_TOOL,)))
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _Around = tuple[Sequence[ChatMessage], Sequence[ChatMessage]]
 _AROUND: Mapping[str, Sequence[_Around]] = {
@@ -328,6 +365,11 @@ _AROUND: Mapping[str, Sequence[_Around]] = {
 }
 """For each role, the messages before and after a trial message of this role."""
 _CALLS_FORMS = tuple(_CallsForm(has_objects, has_null) for has_null in (False, True) for has_objects in (True, False))
+
+
+def _has_calls(text: str) -> bool:
+    """Returns whether a text of `_MARKED_CALLS` has the call completely, with arguments in JSON."""
+    return all(_marker(index) in text for index in range(3)) and not _PRINTED_ARGUMENT.search(text)
 
 
 def _probe(role: str, words: str) -> ChatMessage:

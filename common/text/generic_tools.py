@@ -1,6 +1,6 @@
 """Writes tools, tool calls and their answers as ordinary messages, for models whose chat template has no form for them.
 
-system      the tools, and how to call them
+system      the tools, and how to call them; the first user if the template has no system messages
 assistant   its words, then <tool_call> blocks
 user        <tool_response> blocks, one for each answer
 """
@@ -28,29 +28,41 @@ For several calls, write it several times. You get the answers between <tool_res
 If you need no function, answer in words."""
 
 
-def in_ordinary_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[list[ChatMessage], list[str]]:
+def in_ordinary_messages(
+    messages: Sequence[ChatMessage], tools: Sequence[Tool], *, has_answers: bool = False, has_system: bool = True
+) -> tuple[list[ChatMessage], list[str]]:
     """Returns the conversation with tools, calls and answers written as ordinary messages, and for each message the
     place that it comes from, such as "messages[0]".
 
     Answers that follow each other become one message, because some templates want users and assistants to take turns.
+    `has_answers` says that the template has a form for answers, which then stay as they are. `has_system` says that it
+    has one for system messages.
     """
     told = _TOLD.format(tools="\n".join(json.dumps(each.as_read(), ensure_ascii=False) for each in tools))
     written: list[ChatMessage] = []
     places: list[str] = []
-    if tools and messages[0].role != "system":
-        written.append(ChatMessage("system", told))
+    teller = "system" if has_system else "user"
+    may_tell = messages[:1] if has_system else messages
+    told_at = next((index for index, each in enumerate(may_tell) if tools and each.role == teller), None)
+    if tools and told_at is None:
+        written.append(ChatMessage(teller, told))
         places.append("tools")
     before = ""
     for index, message in enumerate(messages):
         role, content = message.role, message.content
+        if role == "tool" and has_answers:
+            written.append(message)
+            places.append(f"messages[{index}]")
+            continue
         if role == "tool":
             content = f"{ANSWER_BEGIN}{content}{ANSWER_END}"
             if before == "tool":
                 written[-1] = ChatMessage("user", f"{written[-1].content}\n{content}")
                 continue
             role = "user"
-        elif tools and index == 0 and role == "system":
-            content = f"{content}\n\n{told}" if content.strip() else told
+        elif index == told_at:
+            parts = (content, told) if has_system else (told, content)
+            content = "\n\n".join(part for part in parts if part.strip())
         elif message.tool_calls:
             content = "\n".join([*([content] if content.strip() else []), *map(_call, message.tool_calls)])
         written.append(ChatMessage(role, content, reasoning=message.reasoning))

@@ -97,10 +97,81 @@ def test_calls_of_a_history_are_told_so_even_without_tools_in_the_request() -> N
 
 
 def test_a_template_that_drops_the_message_with_the_tools_is_refused() -> None:
-    source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    source = "{% for m in messages if m.role != 'system' or m.content | length < 50 %}{{ m.content }}{% endfor %}"
     assert refusal(source, USER, tools=(CLOCK,)).field == "chat.tools"
-    error = refusal(source, SYSTEM, USER, tools=(CLOCK,))
-    assert error.field == "chat.messages[0]"
+    for shorter in ("50", "1"):
+        error = refusal(source.replace("50", shorter), SYSTEM, USER, tools=(CLOCK,))
+        assert error.field == "chat.messages[0]"
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+TURNS = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
+    "{% endif %}{% endfor %}"
+)
+UNTOLD_SYSTEM = ASKING.replace("in messages", "in messages if m.role != 'system'")
+
+
+@pytest.mark.parametrize("source", [NO_SYSTEM + TURNS + ASKING, UNTOLD_SYSTEM], ids=["refused", "left out"])
+def test_a_template_without_system_messages_tells_tools_in_the_first_user_message(source: str) -> None:
+    later = ChatMessage("user", "so?")
+    text = rendered(source, USER, CALLING, *ANSWERS, ASSISTANT, later, tools=(WEATHER, CLOCK))
+    first, *rest = text.removeprefix("<user>").split("<user>")
+    assert first.startswith("You can call functions") and "\n\nhi<assistant><tool_call>" in first
+    assert all(json.dumps(tool.as_read(), ensure_ascii=False) in first for tool in (WEATHER, CLOCK))
+    responses = "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response><assistant>yes"
+    assert rest == [responses, "so?<assistant>"]
+
+
+def test_a_template_without_system_messages_has_a_user_tell_where_none_speaks_yet() -> None:
+    text = rendered(UNTOLD_SYSTEM, ASSISTANT, tools=(CLOCK,))
+    assert text.startswith("<user>You can call functions") and text.endswith("<assistant>yes<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("source", "answers"),
+    [
+        (TOOLS + ASKING, "<tool>noon<tool>rain"),
+        (TOOLS + "{% for m in messages %}<{{ m.role }}>{{ m.name or '' }}{{ m.content }}{% endfor %}<assistant>", None),
+        (
+            TOOLS + ASKING.replace("in messages", "in messages if m.role != 'tool'"),
+            "<user><tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>",
+        ),
+        (
+            TOOLS + TURNS + ASKING,
+            "<user><tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>",
+        ),
+    ],
+    ids=["answers", "answers with names", "no answers", "turns"],
+)
+@pytest.mark.parametrize("tools", [(WEATHER, CLOCK), ()], ids=["tools", "no tools in the request"])
+def test_a_template_with_tools_but_no_calls_gets_calls_in_ordinary_messages(
+    source: str, answers: str | None, tools: tuple[Tool, ...]
+) -> None:
+    named = [replace(answer, name="clock") for answer in ANSWERS] if answers is None else ANSWERS
+    assert rendered(source, USER, replace(CALLING, content="I look."), *named, tools=tools) == (
+        "".join(json.dumps(tool.as_read(), ensure_ascii=False) for tool in tools)
+        + '<user>hi<assistant>I look.\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": 1}}\n</tool_call>'
+        + (answers or "<tool>clocknoon<tool>clockrain")
+        + "<assistant>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("needs", "options"),
+    [
+        ("{% if tools %}", {"tools": (WEATHER, CLOCK)}),
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% else %}", {}),
+    ],
+    ids=["tools", "a system message"],
+)
+def test_calls_that_a_template_writes_in_some_chats_only_keep_its_form(needs: str, options: dict[str, Any]) -> None:
+    source = ASKING.replace(
+        "{% endfor %}", needs + "{{ m.tool_calls | tojson if m.tool_calls }}{% endif %}{% endfor %}"
+    )
+    text = rendered(TOOLS + source, SYSTEM, USER, CALLING, *ANSWERS, **options)
+    assert '"name": "clock"' in text and "<tool_call>" not in text
 
 
 def test_a_message_that_is_dropped_is_named_by_its_place_in_the_request() -> None:

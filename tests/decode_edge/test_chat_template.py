@@ -549,14 +549,21 @@ CONTENT_ALONE = LOOP + "{% if m.content %}{{ m.content }}{% else %}{{ m.tool_cal
 NO_ANSWERS = CALLS_ALONE.replace("m.content", "m.content if m.role != 'tool'")
 LONG_CALL = ToolCall("calculate", json.dumps({"terms": [{"value": number} for number in range(100)]}))
 SAYING = ChatMessage("assistant", "let me see", [SUM])
+CUT_BESIDE_CALLS = (
+    LOOP + "{{ m.content[:8] if m.tool_calls else m.content }}{{ m.tool_calls | default([]) | tojson }}" + END
+)
+NOT_BOTH = "{% if m.content and m.tool_calls %}{{ raise_exception('not both') }}{% endif %}"
+AS_THOUGHT = (  # as gpt-oss: the words stand before the call until there is an answer without calls
+    LOOP + "{% set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') %}"
+    "{% if m.tool_calls %}{% if not later | rejectattr('tool_calls') | list %}({{ m.content }}){% endif %}"
+    "{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}" + END
+)
 
 
 @pytest.mark.parametrize(
     ("source", "messages", "dropped"),
     [
-        (NULLS, [USER, SAYING], r"messages\[1\].tool_calls\[0\]: .* the function's name"),
-        (CONTENT_ALONE, [USER, SAYING], r"messages\[1\].tool_calls\[0\]: .* the function's name"),
-        (CALLS_ALONE, [USER, SAYING], r"messages\[1\]: .* what the assistant says"),
+        (CUT_BESIDE_CALLS, [USER, SAYING], r"messages\[1\]: .* some of what the assistant says"),
         (ONE_ARGUMENT, ASKED, r"messages\[1\].tool_calls\[0\]: .* the arguments"),
         (FIRST_ARGUMENTS, [USER, ChatMessage("assistant", tool_calls=[LONG_CALL])], r"messages\[1\].*the arguments"),
         (
@@ -573,9 +580,7 @@ SAYING = ChatMessage("assistant", "let me see", [SUM])
         ),
     ],
     ids=[
-        "nulls",
-        "content",
-        "beside calls",
+        "words cut beside calls",
         "an argument",
         "cut arguments",
         "cut name",
@@ -591,6 +596,36 @@ def test_a_call_or_answer_that_would_be_dropped_is_refused_by_its_place(
     assert "hi" in template.render([USER])
     with pytest.raises(ChatRefused, match=dropped):
         template.render(messages)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CALLS_ALONE,
+        AS_THOUGHT,
+        NULLS,
+        CONTENT_ALONE,
+        CHATML.replace("{%- for m", LOOP + NOT_BOTH + END + "{%- for m"),
+    ],
+    ids=["calls alone", "as thought", "nulls", "content alone", "not both"],
+)
+def test_words_beside_a_call_may_be_left_out_but_no_call_and_no_answer(source: str) -> None:
+    said = [USER, SAYING, ANSWER, ChatMessage("assistant", "so 42"), ChatMessage("user", "why?")]
+    text = rendered(source, *said)
+    assert SAYING.content not in text
+    places = [text.index(each) for each in ("hi", "add", "2.5", "42", "so 42", "why?")]
+    assert places == sorted(places)
+
+
+def test_words_beside_a_call_are_kept_where_a_template_writes_them() -> None:
+    assert rendered(AS_THOUGHT, USER, SAYING, ANSWER).startswith("hi(let me see)[{")
+    assert "<assistant>let me see<tool_call>" in rendered(CHATML, USER, SAYING, ANSWER)
+
+
+def test_words_without_a_call_are_not_left_out_for_the_sake_of_those_beside_one() -> None:
+    source = CALLS_ALONE.replace("m.content", "m.content if m.content != 'well' else ''")
+    with pytest.raises(ChatRefused, match=r"^messages\[3\]: .* what the assistant says"):
+        rendered(source, USER, SAYING, ANSWER, ChatMessage("assistant", "well"), USER)
 
 
 CALL = "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
