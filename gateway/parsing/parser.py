@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import jiter
 
@@ -412,17 +413,25 @@ class _Text:
 
 
 def _as_json(written: str, parameters: Any, key: str) -> str:
-    """Returns an argument as JSON. It is a string if the function's schema says so, or if it is no JSON."""
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    types = set(_types(properties.get(key) if isinstance(properties, Mapping) else None))
-    if "string" not in types or (written == "null" and "null" in types):
-        try:
-            json.loads(written, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            return written.strip()
-    return json.dumps(written, ensure_ascii=False)
+    """Returns an argument as JSON: as the text `written` or as the JSON in it, whichever the function's schema allows.
+
+    If it allows neither value, that counts whose type it allows. If both are as good, it is the text, unless the JSON
+    is null or the schema says nothing of the argument.
+    """
+    try:
+        value = json.loads(written, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(written, ensure_ascii=False)
+    is_text = is_value = False
+    for by_type in (False, True):
+        allowed = _Allowed(parameters, by_type=by_type)
+        is_text, is_value = allowed({key: written}), allowed({key: value})
+        if is_text != is_value:
+            break
+    else:
+        allows_all = all(allowed({key: each}) for each in _ANY_VALUES)
+        is_text = is_text and value is not None and not allows_all
+    return json.dumps(written, ensure_ascii=False) if is_text else written.strip()
 
 
 def _is_object(text: str) -> bool:
@@ -435,15 +444,78 @@ def _is_object(text: str) -> bool:
     return isinstance(value, dict)
 
 
-def _types(schema: Any) -> Iterator[str]:
-    """Yields the types that a schema allows, as far as it says so plainly."""
-    if not isinstance(schema, Mapping):
-        return
-    types = schema.get("type")
-    yield from (each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str))
-    for branches in (schema.get("anyOf"), schema.get("oneOf")):
-        for branch in branches if isinstance(branches, list) else ():
-            yield from _types(branch)
+_ANY_VALUES: tuple[Any, ...] = ("", 0, True, [], {})
+_IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: isinstance(value, int | float) and value % 1 == 0 and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+_MAX_SCHEMAS, _MAX_SCHEMA_DEPTH = 1000, 100
+
+
+class _Allowed:
+    """Tells whether a JSON schema allows a value, as far as types, enumerations, references and branches say.
+
+    `by_type` takes a value for one of an enumeration if it is of the type of one. A schema beyond the bounds of number
+    and depth allows everything.
+    """
+
+    def __init__(self, schema: Any, *, by_type: bool) -> None:
+        self._root = schema
+        self._by_type = by_type
+        self._num_left = 0
+
+    def __call__(self, value: Any) -> bool:
+        self._num_left = _MAX_SCHEMAS
+        return self._allows(self._root, value, 0)
+
+    def _allows(self, schema: Any, value: Any, depth: int) -> bool:
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or self._num_left < 0 or depth > _MAX_SCHEMA_DEPTH:
+            return schema is not False
+        if value is None and schema.get("nullable") is True:
+            return True
+
+        def allows(part: Any, value: Any = value) -> bool:
+            return self._allows(part, value, depth + 1)
+
+        types = schema.get("type")
+        names = [each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)]
+        if names and not any(name in _IS_OF_TYPE and _IS_OF_TYPE[name](value) for name in names):
+            return False
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and not any(self._is_same(value, each) for each in values):
+            return False
+        if isinstance(reference := schema.get("$ref"), str) and not allows(_referred(self._root, reference)):
+            return False
+        for keyword, of in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+            if isinstance(branches := schema.get(keyword), list) and not of(map(allows, branches)):
+                return False
+        properties = schema.get("properties")
+        others = True if "patternProperties" in schema else schema.get("additionalProperties")
+        return not isinstance(value, dict) or all(
+            allows(properties[key] if isinstance(properties, Mapping) and key in properties else others, each)
+            for key, each in value.items()
+        )
+
+    def _is_same(self, value: Any, other: Any) -> bool:
+        if self._by_type:
+            return any(is_of(value) and is_of(other) for is_of in _IS_OF_TYPE.values())
+        return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _referred(root: Any, reference: str) -> Any:
+    """Returns the part of a schema that a reference such as `#/$defs/City` names, or None."""
+    if not reference.startswith("#"):
+        return None
+    part = root
+    for name in filter(None, unquote(reference[1:]).split("/")):
+        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    return part
 
 
 def _refuse(constant: str) -> None:

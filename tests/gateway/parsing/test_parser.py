@@ -220,6 +220,65 @@ def test_what_is_left_of_a_malformed_call(text: str, said: Said) -> None:
     assert parsed(HERMES, [text]) == parsed(HERMES, text) == said
 
 
+_ZIP = {"type": "string", "pattern": "^[0-9]{5}$"}
+_STRING, _INTEGER, _NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "argument"),
+    [
+        (_STRING, "12345", '"12345"'),
+        ({"$ref": "#/$defs/Zip"}, "12345", '"12345"'),
+        ({"$ref": "#/$defs/a~1b%20c"}, "12345", '"12345"'),
+        ({"$ref": "#/$defs/Same"}, "12345", '"12345"'),
+        ({"$ref": "#/$defs/Count"}, "12345", "12345"),
+        ({"$ref": "#/$defs/Nobody"}, "12345", "12345"),
+        ({"$ref": "#/$defs/Loop"}, "1", "1"),
+        ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"enum": ["1", "2"]}, "3", '"3"'),
+        ({"enum": [1, "2", None]}, "1", "1"),
+        ({"enum": [1, "2", None]}, "2", '"2"'),
+        ({"enum": [1, "2", None]}, "null", "null"),
+        ({"enum": [True, "1"]}, "1", '"1"'),
+        ({"const": "true"}, "true", '"true"'),
+        ({"const": True}, "true", "true"),
+        ({"anyOf": [{"enum": ["auto"]}, _INTEGER]}, "5", "5"),
+        ({"anyOf": [{"enum": ["auto"]}, _INTEGER]}, "auto", '"auto"'),
+        ({"anyOf": [{"$ref": "#/$defs/Zip"}, _NULL]}, "12345", '"12345"'),
+        ({"anyOf": [{"$ref": "#/$defs/Zip"}, _NULL]}, "null", "null"),
+        ({"oneOf": [{"const": "1"}, {"const": "2"}]}, "2", '"2"'),
+        ({"allOf": [{"$ref": "#/$defs/Zip"}], "description": "d"}, "12345", '"12345"'),
+        ({"allOf": [{"type": ["string", "integer"]}, _INTEGER]}, "5", "5"),
+        ({"type": ["string", "null"]}, "5", '"5"'),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "integer"]}, "5", '"5"'),
+        ({"type": "string", "nullable": True}, "null", "null"),
+        ({"$ref": "#/$defs/Zip", "nullable": True}, "null", "null"),
+        (_INTEGER, "2.5", "2.5"),
+        (_INTEGER, "five", '"five"'),
+        ({"type": "number"}, "5", "5"),
+        ({"type": "boolean"}, "true", "true"),
+        ({"type": "array", "items": _STRING}, '["1"]', '["1"]'),
+        ({"type": "object"}, '{"a": "1"}', '{"a": "1"}'),
+        ({}, "5", "5"),
+        ({"description": "whatever"}, "null", "null"),
+        (True, "[1]", "[1]"),
+        (None, "word", '"word"'),
+    ],
+    ids=str,
+)
+def test_a_parameter_has_the_type_that_its_schema_says(schema: object, written: str, argument: str) -> None:
+    defs = {"Zip": _ZIP, "Same": {"$ref": "#/$defs/Zip"}, "Count": _INTEGER, "a/b c": _ZIP}
+    defs["Loop"] = {"allOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Loop"}]}
+    text = f"<tool_call><function=f><parameter=p>\n{written}\n</parameter></function></tool_call>"
+    for function in (
+        {"type": "object", "properties": {"p": schema}, "$defs": defs},
+        {"additionalProperties": schema, "$defs": defs},
+        {"$ref": "#/$defs/Arguments", "$defs": {**defs, "Arguments": {"properties": {"p": schema}}}},
+    ):
+        assert parsed(HERMES, [text], functions={"f": function}) == Said(calls=(("f", f'{{"p": {argument}}}'),))
+
+
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_without_functions_there_are_no_calls(form: OutputFormat) -> None:
     for transcript in TRANSCRIPTS:
