@@ -66,12 +66,43 @@ async def test_what_a_request_leaves_open_is_the_models(
 
 @pytest.mark.parametrize(
     "content",
-    [{"temperature": -1}, {"temperature": "warm"}, {"top_p": 1.5}, {"top_k": 2.5}, {"top_k": True}, {"min_p": []}],
+    [
+        {"temperature": -1},
+        {"temperature": "warm"},
+        {"top_p": 1.5},
+        {"top_k": 2.5},
+        {"top_k": -2},
+        {"top_k": True},
+        {"min_p": []},
+    ],
 )
 def test_a_value_that_no_request_could_have_is_refused_by_name(content: dict[str, Any], tmp_path: Path) -> None:
     (name,) = content
     with pytest.raises(UnsupportedModel, match=rf"generation_config\.json: {name}: .*generation_config=none"):
         read_sampling_defaults(write(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": -1.0}, {"top_k": 0}),
+        ({"top_k": 50.0}, {"top_k": 50}),
+        ({"temperature": 1}, {"temperature": 1.0}),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0, "top_p": 0.8}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.7}, {"temperature": 0.7}),
+        ({"do_sample": None, "temperature": 0.7}, {"temperature": 0.7}),
+    ],
+    ids=str,
+)
+def test_values_mean_what_they_mean_to_those_they_are_written_for(
+    content: dict[str, Any], expected: dict[str, float], tmp_path: Path
+) -> None:
+    read = read_sampling_defaults(write(tmp_path, content))
+    assert [(name, type(value), value) for name, value in sorted(read.items())] == [
+        (name, type(value), value) for name, value in sorted(expected.items())
+    ]
 
 
 def test_what_transformers_has_under_no_such_name_is_ignored(tmp_path: Path) -> None:
