@@ -118,6 +118,12 @@ class Plan:
         prompt = self.prompts[0]
         return prompt.tools.functions if isinstance(prompt, ChatPrompt) and prompt.tools else {}
 
+    @property
+    def requires_calls(self) -> bool:
+        """Whether an output has to consist of calls."""
+        prompt = self.prompts[0]
+        return isinstance(prompt, ChatPrompt) and prompt.tools is not None and prompt.tools.choice.required
+
     def prompt_of(self, index: int) -> Prompt:
         """Returns the prompt of the choice with this index."""
         return self.prompts[index // self.n]

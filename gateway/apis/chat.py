@@ -77,7 +77,12 @@ class ChatChoice:
     def __init__(self, index: int, plan: Plan, form: OutputFormat, started: Started) -> None:
         self._index = index
         self._plan = plan
-        self._parser = OutputParser(form, functions=plan.functions, is_reasoning_open=started.is_reasoning_open)
+        self._parser = OutputParser(
+            form,
+            functions=plan.functions,
+            is_reasoning_open=started.is_reasoning_open,
+            has_only_calls=plan.requires_calls,
+        )
 
     def opening(self) -> dict[str, Any] | None:
         return self._chunk({"role": "assistant", "content": ""})

@@ -113,6 +113,7 @@ class MessageAnswer:
             admitted.card.output_format,
             functions=plan.functions,
             is_reasoning_open=started.is_reasoning_open,
+            has_only_calls=plan.requires_calls,
             only_whole_calls=True,
         )
         self._blocks = BlockWriter(includes_thinking=plan.includes_reasoning)

@@ -374,7 +374,10 @@ class ResponseAnswer:
         plan, (started,) = admitted.plan, admitted.started
         self._tally = admitted.tally
         self._parser = OutputParser(
-            admitted.card.output_format, functions=plan.functions, is_reasoning_open=started.is_reasoning_open
+            admitted.card.output_format,
+            functions=plan.functions,
+            is_reasoning_open=started.is_reasoning_open,
+            has_only_calls=plan.requires_calls,
         )
         self._head = {
             "id": f"resp_{admitted.request_id}",

@@ -54,6 +54,9 @@ class OutputParser:
     function is words. `is_reasoning_open` says that the prompt has opened the reasoning that the output begins with.
     White space beside markers is dropped.
 
+    With `has_only_calls` the model can write nothing but reasoning and calls, and in channels words before the calls.
+    All else is then what is left of a call that the output's end cut off, and dropped.
+
     With `only_whole_calls` a call comes with all of its arguments, and only if these are an object of JSON that can be
     written again. Else it is words.
     """
@@ -64,6 +67,7 @@ class OutputParser:
         *,
         functions: Mapping[str, Any],
         is_reasoning_open: bool = False,
+        has_only_calls: bool = False,
         only_whole_calls: bool = False,
     ) -> None:
         self._form = form
@@ -73,6 +77,8 @@ class OutputParser:
         self._events: list[OutputEvent] = []
         self._reasoning = _Text(lambda *piece: self._events.append(ReasoningText(*piece)), at_border=True)
         self._content = _Text(lambda *piece: self._events.append(ContentText(*piece)), at_border=False)
+        self._add_other: Callable[[str], object] = str if has_only_calls else self._content.add
+        """Takes what is neither a call nor reasoning, and no message of a channel."""
         self._num_calls = 0
         self._machine = self._messages() if form.has_channels else self._output(is_reasoning_open)
         next(self._machine)
@@ -130,9 +136,9 @@ class OutputParser:
             yield from self._try_bare_calls()
         if calls is None:
             self._content.finish()
-            yield from self._cursor.run(_ANY_RUN, self._content.add)
+            yield from self._cursor.run(_ANY_RUN, self._add_other)
             return
-        while marker := (yield from self._cursor.until((calls.opens,), self._content.add)):
+        while marker := (yield from self._cursor.until((calls.opens,), self._add_other)):
             self._cursor.hold(marker)
             yield from self._try_calls(calls.closes)
 
@@ -143,7 +149,7 @@ class OutputParser:
             yield from self._cursor.space()
             yield from self._cursor.literal(section.opens)
         except Mismatch:
-            (self._reasoning if is_open else self._content).add(self._cursor.give_back())
+            (self._reasoning.add if is_open else self._add_other)(self._cursor.give_back())
             if not is_open:
                 return
         self._cursor.release()
@@ -157,7 +163,7 @@ class OutputParser:
         if (yield from self._cursor.peek()) in ("{", "["):
             yield from self._try_calls("")
         else:
-            self._content.add(self._cursor.give_back())
+            self._add_other(self._cursor.give_back())
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
@@ -171,7 +177,7 @@ class OutputParser:
             # What ends in the middle of the marks after a call's arguments is a whole call.
             is_whole = isinstance(failure, TextEnded) and self._num_calls > num_before
             if not (is_whole and closes.startswith(rest.lstrip(f"{SPACE}}}];"))):
-                self._content.add(rest)
+                self._add_other(rest)
         else:
             self._cursor.release()
 
@@ -315,6 +321,7 @@ class OutputParser:
     def _call(self, name: str, arguments: str) -> None:
         """Begins a call. What was held is part of it. Raises Mismatch if the arguments must be JSON and are not."""
         if self._only_whole_calls and not _is_object(arguments):
+            self._add_other = self._content.add  # the call is whole, so it and the marks after it are words
             raise Mismatch
         self._cursor.hold()
         self._content.cut()
@@ -329,7 +336,7 @@ class OutputParser:
     # ---- families whose output is messages in channels ----------------------------------------------------------
 
     def _messages(self) -> Reading[None]:
-        marker = yield from self._cursor.until(_BETWEEN_MESSAGES, self._content.add)
+        marker = yield from self._cursor.until(_BETWEEN_MESSAGES, self._add_other)
         while marker:
             try:
                 if marker not in MESSAGE_ENDS:
@@ -337,8 +344,8 @@ class OutputParser:
                     marker = yield from self._read_message(marker)
                     continue
             except Mismatch:
-                self._content.add(self._cursor.give_back())
-            marker = yield from self._cursor.until(_BETWEEN_MESSAGES, self._content.add)
+                self._add_other(self._cursor.give_back())
+            marker = yield from self._cursor.until(_BETWEEN_MESSAGES, self._add_other)
 
     def _read_message(self, marker: str) -> Reading[str]:
         """Reads a message whose header begins with `marker`. Returns the next marker, or "" at the end of the text."""
@@ -357,7 +364,7 @@ class OutputParser:
             yield from cursor.space()
             yield from self._read_arguments(name)
             cursor.release()
-            return (yield from cursor.until(_BETWEEN_MESSAGES, self._content.add))
+            return (yield from cursor.until(_BETWEEN_MESSAGES, self._add_other))
         cursor.release()
         text = self._reasoning if read["channel"] == "analysis" else self._content
         text.cut()

@@ -279,6 +279,44 @@ def test_a_parameter_has_the_type_that_its_schema_says(schema: object, written: 
         assert parsed(HERMES, [text], functions={"f": function}) == Said(calls=(("f", f'{{"p": {argument}}}'),))
 
 
+_CALLS_ALONE = {
+    "hermes": (HERMES, '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "stop"}'),
+    "coder": (HERMES, "<tool_call>\n<function=look_up>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"),
+    "llama3": (LLAMA3, '{"name": "stop", "parameters": {}}; {"name": "look_up", "parameters": {"days": 2}}'),
+    "llama3, marked": (LLAMA3, '<|python_tag|>{"name": "look_up", "parameters": {"days": 2}}'),
+    "mistral": (MISTRAL, '[TOOL_CALLS][{"name": "stop", "arguments": {}}, {"name": "look_up", "arguments": {}}]'),
+    "mistral, names": (MISTRAL, '[TOOL_CALLS]stop[ARGS]{}[TOOL_CALLS]look_up[ARGS]{"days": 2}'),
+    "harmony": (HARMONY, "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{}<|call|>"),
+    "json": (JSON, '{"name": "stop", "arguments": {}}\n{"name": "look_up", "arguments": {"days": 2}}'),
+}
+
+
+@pytest.mark.parametrize(("form", "text"), _CALLS_ALONE.values(), ids=_CALLS_ALONE)
+@pytest.mark.parametrize("only_whole_calls", [False, True])
+def test_required_calls_leave_no_marks_in_the_content_wherever_they_end(
+    form: OutputFormat, text: str, only_whole_calls: bool
+) -> None:
+    for end in range(len(text) + 1):
+        beginning = f"\n{text[:end]}"
+        said = parsed(form, [beginning], has_only_calls=True, only_whole_calls=only_whole_calls)
+        assert said == parsed(form, beginning, has_only_calls=True, only_whole_calls=only_whole_calls)
+        assert said.content == ""
+        without = parsed(form, [beginning], only_whole_calls=only_whole_calls)
+        assert said.calls == without.calls
+
+
+def test_required_calls_keep_reasoning_and_the_words_of_a_channel() -> None:
+    cut = '<think>Hm.</think>\n<tool_call>\n{"na'
+    assert parsed(HERMES, cut, has_only_calls=True) == Said(reasoning="Hm.")
+    cut = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=func"
+    assert parsed(HARMONY, cut, has_only_calls=True) == Said(content="I look.")
+
+
+def test_a_required_call_that_is_whole_is_not_dropped_for_arguments_that_are_no_json() -> None:
+    text = '<tool_call>\n{"name": "look_up", "arguments": {"days": 1e999}}\n</tool_call>'
+    assert parsed(HERMES, text, has_only_calls=True, only_whole_calls=True) == Said(content=text)
+
+
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_without_functions_there_are_no_calls(form: OutputFormat) -> None:
     for transcript in TRANSCRIPTS:

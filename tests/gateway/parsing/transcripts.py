@@ -36,12 +36,19 @@ def parsed(
     *,
     is_open: bool = False,
     functions: Mapping[str, Any] = FUNCTIONS,
+    has_only_calls: bool = False,
     only_whole_calls: bool = False,
 ) -> Said:
     """Parses an output that comes in these pieces, and returns its reasoning, content and calls. Fails if the events
     come in an order that makes no sense.
     """
-    parser = OutputParser(form, functions=functions, is_reasoning_open=is_open, only_whole_calls=only_whole_calls)
+    parser = OutputParser(
+        form,
+        functions=functions,
+        is_reasoning_open=is_open,
+        has_only_calls=has_only_calls,
+        only_whole_calls=only_whole_calls,
+    )
     events = [event for piece in pieces for event in parser.push(piece)]
     events += parser.end()
     reasoning, content = "", ""
