@@ -125,6 +125,7 @@ def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
         output_format=peer_text(info.output_format),
         has_reasoning=info.has_reasoning,
         sampling_defaults={option.name: value for option, value in info.sampling_defaults.ListFields()},
+        chat_template_variables=tuple(map(peer_text, info.chat_template_variables)),
     )
 
 

@@ -20,7 +20,7 @@ class ModelInfo:
     configuration, weights and tokenizer; the services compare theirs. `output_format` names the form in which the model
     writes tool calls, and reasoning if it `has_reasoning`. Both are derived from the chat template.
     `sampling_defaults` holds the sampling options that the model's generation config sets, by name; they apply where a
-    request does not set them.
+    request does not set them. `chat_template_variables` are the variables that `chat_template_kwargs` may set.
     """
 
     model: str
@@ -36,6 +36,7 @@ class ModelInfo:
     output_format: str
     has_reasoning: bool
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    chat_template_variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

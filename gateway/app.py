@@ -148,7 +148,7 @@ def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_methods=_METHODS,
         allow_headers=["*"],
         allow_private_network=True,
-        expose_headers=["request-id", "retry-after", "x-request-id"],
+        expose_headers=["request-id", "retry-after", "x-ignored-fields", "x-request-id"],
     )
 
 

@@ -44,6 +44,8 @@ class Edge:
                 headers["x-request-id"] = record.request_id
                 if record.is_messages_api:
                     headers["request-id"] = record.request_id
+                if record.ignored:
+                    headers["x-ignored-fields"] = ", ".join(record.ignored)
             await send(message)
 
         try:

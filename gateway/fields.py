@@ -74,7 +74,7 @@ ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "early_stopping": (False,),
-    "enable_thinking": (),  # no value is neutral, because each model's template treats it differently
+    "enable_thinking": (),
     "extra_body": ({},),
     "id_slot": (-1,),
     "include_reasoning": (True,),

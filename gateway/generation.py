@@ -64,6 +64,7 @@ class GenerationEndpoint(PostEndpoint):
         async with open_request.ends_when_failed():
             card = await self._card(receive)
         card.check(plan.model)
+        plan = plan.served_by(card, record.ignored)
         check_prompts(plan, card)
         try:
             async with Choices(plan.num_generations, self._opener(plan, card, record)) as choices:
@@ -99,8 +100,6 @@ class GenerationEndpoint(PostEndpoint):
                 sampling["reasoning"] = Reasoning(
                     form.reasoning.opens, form.reasoning.closes, max_tokens=plan.max_reasoning_tokens
                 )
-            elif plan.max_reasoning_tokens:
-                raise invalid(plan.params["sampling.reasoning.max_tokens"], "this model writes no reasoning")
         further: SamplingOptions = {**sampling, "prompt_logprobs": None}  # those of a prompt come for its first choice
         firsts: dict[int, AsyncEventStream] = {}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.requests import SamplingOptions
 from common.text.chat_messages import ChatMessage
+from gateway.served_model import ModelCard
 from gateway.tools import ToolUse
 
 
@@ -43,11 +44,25 @@ class ChatPrompt:
     tools: ToolUse | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """The request's options for the chat template, as further `arguments`."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """The variables that the chat template gets besides the messages."""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """The fields that set those variables which are left out where the template does not read them, by variable."""
+
+    def served_by(self, variables: Set[str], ignored: list[str]) -> ChatPrompt:
+        """Returns the prompt for a chat template that reads `variables`. Adds the fields that this leaves out to
+        `ignored`.
+        """
+        unread = self.hints.keys() - variables
+        ignored += sorted(self.hints[name] for name in unread)
+        kept = {name: value for name, value in self.variables.items() if name not in unread}
+        return replace(self, variables=kept, hints={})
 
     @property
     def arguments(self) -> dict[str, Any]:
         tools = {} if self.tools is None else {"tools": self.tools.tools, "tool_choice": self.tools.choice}
-        return {"chat": self.messages, **tools, **self.options}
+        variables = {"chat_template_kwargs": self.variables} if self.variables else {}
+        return {"chat": self.messages, **tools, **self.options, **variables}
 
     @property
     def num_tools(self) -> int:
@@ -78,7 +93,7 @@ class Plan:
     Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
     `hides_logprobs`, log-probabilities are used to find the best, and are not in the answer. `params` maps a field's
     name in the gRPC request to its name in the HTTP request, where the two differ. `repeated` has what the answer
-    repeats of the request, `num_repeated_bytes` as JSON.
+    repeats of the request, `num_repeated_bytes` as JSON. `reasoning_fields` ask for reasoning, or for a limit on it.
     """
 
     model: str
@@ -99,10 +114,22 @@ class Plan:
     num_prompt_logprobs: int | None = None
     params: Mapping[str, str]
     max_reasoning_tokens: int | None = None
+    reasoning_fields: tuple[str, ...] = ()
     includes_reasoning: bool = True
     hides_logprobs: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
     num_repeated_bytes: int = 0
+
+    def served_by(self, card: ModelCard, ignored: list[str]) -> Plan:
+        """Returns the plan for this model. Adds the fields that mean nothing to it to `ignored`."""
+        prompts = tuple(
+            each.served_by(card.template_variables, ignored) if isinstance(each, ChatPrompt) else each
+            for each in self.prompts
+        )
+        if card.output_format.reasoning is not None:
+            return replace(self, prompts=prompts)
+        ignored += self.reasoning_fields
+        return replace(self, prompts=prompts, max_reasoning_tokens=None)
 
     @property
     def num_choices(self) -> int:

@@ -58,6 +58,8 @@ class RequestRecord:
     num_completion_tokens: int = 0
     ttft_s: float | None = None
     error: ApiError | None = None
+    ignored: list[str] = field(default_factory=list)
+    """Fields of the request that mean nothing to the model."""
 
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:

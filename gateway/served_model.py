@@ -25,6 +25,7 @@ class ModelCard:
     system_fingerprint: str
     max_context_tokens: int
     output_format: OutputFormat
+    template_variables: frozenset[str]
     created: int
 
     @property
@@ -112,6 +113,7 @@ class ServedModel:
             system_fingerprint=f"fp_{info.digest[:16]}",
             max_context_tokens=info.max_context_tokens,
             output_format=_format_of(info),
+            template_variables=frozenset(info.chat_template_variables),
             created=self._created,
         )
         return self._card

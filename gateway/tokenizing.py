@@ -41,7 +41,9 @@ class TokenizingEndpoint(PostEndpoint):
     """
 
     def __init__(
-        self, answer: Callable[[bytes, ModelCard], Coroutine[Any, Any, dict[str, Any]]], **common: Unpack[PostParts]
+        self,
+        answer: Callable[[bytes, ModelCard, RequestRecord], Coroutine[Any, Any, dict[str, Any]]],
+        **common: Unpack[PostParts],
     ) -> None:
         super().__init__(**common)
         self._answer_of = answer
@@ -52,7 +54,7 @@ class TokenizingEndpoint(PostEndpoint):
         async with open_request.ends_when_failed():
             card = await self._card(receive)
             try:
-                answer = await unless_left(receive, self._answer_of(body, card))
+                answer = await unless_left(receive, self._answer_of(body, card, record))
             except BatonError as error:
                 raise api_error_of(error, {"chat": "messages", "token_ids": "tokens"}) from None
         await JsonResponse(answer).send_to(send)
@@ -64,15 +66,16 @@ class Tokenizing:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
-    async def tokenize(self, body: bytes, card: ModelCard) -> dict[str, Any]:
+    async def tokenize(self, body: bytes, card: ModelCard, record: RequestRecord) -> dict[str, Any]:
         fields = parse_fields(body, TokenizeFields)
         if fields.model is not None:
             card.check(fields.model)
         if (fields.prompt is None) == (fields.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        source = (
-            {"prompt": fields.prompt} if fields.messages is None else chat_prompt(fields.messages, fields).arguments
-        )
+        source: dict[str, Any] = {"prompt": fields.prompt}
+        if fields.messages is not None:
+            prompt = chat_prompt(fields.messages, fields).served_by(card.template_variables, record.ignored)
+            source = prompt.arguments
         tokenized = await self._client.tokenize(
             **source,
             add_special_tokens=fields.add_special_tokens,
@@ -85,17 +88,18 @@ class Tokenizing:
             "token_strs": tokenized.pieces if fields.return_token_strs else None,
         }
 
-    async def detokenize(self, body: bytes, card: ModelCard) -> dict[str, Any]:
+    async def detokenize(self, body: bytes, card: ModelCard, record: RequestRecord) -> dict[str, Any]:
         fields = parse_fields(body, DetokenizeFields)
         if fields.model is not None:
             card.check(fields.model)
         return {"prompt": await self._client.detokenize(fields.tokens)}
 
-    async def count_tokens(self, body: bytes, card: ModelCard) -> dict[str, Any]:
+    async def count_tokens(self, body: bytes, card: ModelCard, record: RequestRecord) -> dict[str, Any]:
         fields = parse_fields(body, ConversationFields)
         card.check(fields.model)
         prompt, params = conversation_prompt(fields)
         try:
+            prompt = prompt.served_by(card.template_variables, record.ignored)
             tokenized = await self._client.tokenize(**prompt.arguments)
         except BatonError as error:
             raise api_error_of(error, params) from None

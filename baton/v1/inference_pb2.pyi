@@ -818,6 +818,7 @@ class GetModelInfoResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
     HAS_REASONING_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
@@ -836,6 +837,10 @@ class GetModelInfoResponse(_message.Message):
     @_builtins.property
     def fingerprint(self) -> _types_pb2.Fingerprint: ...
     @_builtins.property
+    def chat_template_variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a request's chat_template_kwargs may set."""
+
+    @_builtins.property
     def sampling_defaults(self) -> _types_pb2.SamplingParams:
         """Of the model's generation config: values of options that a request leaves open."""
 
@@ -853,11 +858,12 @@ class GetModelInfoResponse(_message.Message):
         fingerprint: _types_pb2.Fingerprint | None = ...,
         output_format: _builtins.str = ...,
         has_reasoning: _builtins.bool = ...,
+        chat_template_variables: _abc.Iterable[_builtins.str] | None = ...,
         sampling_defaults: _types_pb2.SamplingParams | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_reasoning", b"has_reasoning", "max_context_tokens", b"max_context_tokens", "model", b"model", "output_format", b"output_format", "sampling_defaults", b"sampling_defaults", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "chat_template_variables", b"chat_template_variables", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_reasoning", b"has_reasoning", "max_context_tokens", b"max_context_tokens", "model", b"model", "output_format", b"output_format", "sampling_defaults", b"sampling_defaults", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -145,6 +145,11 @@ class ChatTemplate:
             raise _left_out(missing, places, "leaves out or changes some of")
         return text
 
+    @property
+    def variables(self) -> Sequence[str]:
+        """The names of the variables that a request may set."""
+        return sorted(self._variables - self._special_tokens.keys() - _OWN_VARIABLES)
+
     def _check_kwargs(self, options: ChatOptions) -> None:
         """Raises ChatRefused for a variable that the template does not read, or that a request may not set."""
         for name in json_object(options.chat_template_kwargs) or ():

@@ -165,6 +165,10 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
             raise ChatRefused("the model has no chat template")
         return source, dict(self._pretrained.special_tokens_map)
 
+    def chat_template_variables(self) -> Sequence[str]:
+        """Returns the names of the template's variables that a request may set. Raises ChatRefused without one."""
+        return self._chat_template.variables
+
     def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         return self._encode(self._chat_template.render(messages, options), adds_special_tokens=False)
 

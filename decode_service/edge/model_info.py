@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from baton.v1 import inference_pb2, types_pb2
@@ -38,8 +38,16 @@ def model_info(
         fingerprint=encode_fingerprint(runtime.fingerprint),
         output_format=form.name,
         has_reasoning=form.reasoning is not None,
+        chat_template_variables=_template_variables(tokenizer),
         sampling_defaults=types_pb2.SamplingParams(**sampling_defaults),  # type: ignore[arg-type]
     )
+
+
+def _template_variables(tokenizer: TextTokenizer) -> Sequence[str]:
+    try:
+        return tokenizer.chat_template_variables()
+    except ChatRefused:
+        return ()
 
 
 def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:

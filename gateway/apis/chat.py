@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from baton.events import Completion, Delta, Finished, FinishReason, PromptLogprobs, Started
 from common.text.chat_messages import ChatMessage, ToolCall
@@ -18,10 +18,12 @@ from gateway.conversation import (
     MAX_TOOL_CALLS,
     MAX_TOOLS,
     Effort,
+    Thinking,
     at_most,
     max_reasoning_tokens,
     new_call_id,
     not_empty,
+    reasoning_fields,
     refuse_other_fields,
     string,
     template_variables,
@@ -29,6 +31,7 @@ from gateway.conversation import (
 )
 from gateway.errors import invalid, not_served
 from gateway.fields import ChoicesFields, RequestFields, parse_fields
+from gateway.grammar_fields import StrictFields, without_null
 from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
@@ -48,6 +51,10 @@ _TEXT = {"text": "text"}
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
 
 
+class ReasoningOptions(StrictFields):
+    effort: Effort | None = None
+
+
 class TemplateFields(RequestFields):
     """The fields that the chat template sees, besides the messages."""
 
@@ -58,6 +65,18 @@ class TemplateFields(RequestFields):
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] | None = None
+    enable_thinking: bool | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        if self.reasoning_effort is not None or self.reasoning is None:
+            return self.reasoning_effort
+        return self.reasoning.effort
+
+    @property
+    def effort_param(self) -> str:
+        return "reasoning_effort" if self.effort == self.reasoning_effort else "reasoning.effort"
 
 
 class ChatFields(ChoicesFields, TemplateFields):
@@ -65,6 +84,7 @@ class ChatFields(ChoicesFields, TemplateFields):
     max_completion_tokens: int | None = None
     include_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -153,10 +173,18 @@ class ChatChoice:
 
 def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> ChatPrompt:
     """Returns the prompt of a chat. Raises ApiError, which names the wrong field."""
+    variables, hints = template_variables(
+        fields.chat_template_kwargs,
+        effort=fields.effort,
+        effort_param=fields.effort_param,
+        enable_thinking=fields.enable_thinking,
+    )
     return ChatPrompt(
         messages=tuple(_message(f"messages[{i}]", each) for i, each in enumerate(messages)),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
         options=_template_options(fields),
+        variables=variables,
+        hints=hints,
     )
 
 
@@ -168,6 +196,11 @@ def parse_chat(body: bytes) -> Plan:
     if fields.best_of not in (None, fields.n):
         raise not_served("best_of", "only the value of n is")
     max_tokens, max_name = _max_tokens(fields)
+    budget = None if fields.thinking is None else fields.thinking.max_tokens
+    if fields.thinking_token_budget is not None:
+        if budget not in (None, fields.thinking_token_budget):
+            raise invalid("thinking", "differs from thinking_token_budget")
+        budget = fields.thinking_token_budget
     prompt = chat_prompt(fields.messages, fields)
     return Plan(
         model=fields.model,
@@ -185,9 +218,8 @@ def parse_chat(body: bytes) -> Plan:
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
-        max_reasoning_tokens=max_reasoning_tokens(
-            fields.thinking_token_budget, fields.reasoning_effort, effort_param="reasoning_effort"
-        ),
+        max_reasoning_tokens=max_reasoning_tokens(budget, fields.effort, effort_param=fields.effort_param),
+        reasoning_fields=reasoning_fields(fields.thinking_token_budget, fields.thinking),
         includes_reasoning=fields.include_reasoning,
         num_prompt_logprobs=fields.prompt_logprobs,
         params={
@@ -196,7 +228,7 @@ def parse_chat(body: bytes) -> Plan:
             "sampling.reasoning.max_tokens": "thinking_token_budget",
             "sampling.reasoning.end": "thinking_token_budget",
             **fields.grammar_params,
-            **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "reasoning_effort"}),
+            **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": fields.effort_param}),
             **{f"chat.tools[{i}].parameters": f"tools[{i}].function.parameters" for i in range(prompt.num_tools)},
             "prompt": "messages",
             "chat": "messages",
@@ -229,8 +261,6 @@ CHAT = Api(
 def _template_options(fields: TemplateFields) -> dict[str, Any]:
     """Returns what the request asks of the chat template, without what is so by default."""
     options: dict[str, Any] = {}
-    if variables := template_variables(fields.chat_template_kwargs, fields.reasoning_effort):
-        options["chat_template_kwargs"] = variables
     if fields.continue_final_message:
         options["continue_final_message"] = True
     if fields.add_generation_prompt is not None and (fields.continue_final_message or not fields.add_generation_prompt):

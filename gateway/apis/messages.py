@@ -12,7 +12,7 @@ from common.text.chat_messages import Tool, ToolChoice
 from gateway.apis.api import Admitted, Api
 from gateway.apis.chat import Messages
 from gateway.apis.content_blocks import BlockWriter, chat_of, content_of
-from gateway.conversation import MAX_TOOLS, at_most, kind_not_served, template_variables
+from gateway.conversation import MAX_TOOLS, Thinking, at_most, kind_not_served, reasoning_fields, template_variables
 from gateway.errors import ApiError, invalid, messages_error
 from gateway.fields import GenerationFields, RequestFields, parse_fields
 from gateway.grammar_fields import Constraint, SchemaText, StrictFields, without_null
@@ -28,21 +28,12 @@ _TOOL_HINTS = frozenset({"type", "cache_control", "eager_input_streaming"})
 _SYSTEM_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
 
 
-class Thinking(StrictFields):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
+class BudgetedThinking(Thinking):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.type == "enabled") != (self.budget_tokens is not None):
             raise ValueError('budget_tokens goes with the type "enabled", which needs it')
         return self
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The limit on reasoning tokens, None if there is none."""
-        return 0 if self.type == "disabled" else self.budget_tokens
 
 
 class ChosenTool(StrictFields):
@@ -75,7 +66,7 @@ class ConversationFields(RequestFields):
     system: Annotated[Any, _SYSTEM_SCHEMA] = None
     tools: Annotated[list[Any], at_most(MAX_TOOLS)] | None = None
     tool_choice: Annotated[ChosenTool, BeforeValidator(without_null)] | None = None
-    thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
+    thinking: Annotated[BudgetedThinking, BeforeValidator(without_null)] | None = None
     output_config: Annotated[OutputConfig, BeforeValidator(without_null)] | None = None
     cache_control: dict[str, Any] | None = None  # accepted, because what may be cached is cached anyway
     chat_template_kwargs: dict[str, Any] | None = None
@@ -209,6 +200,7 @@ def parse_message(body: bytes) -> Plan:
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
         max_reasoning_tokens=None if thinking is None else thinking.max_tokens,
+        reasoning_fields=reasoning_fields(None, thinking),
         includes_reasoning=thinking is None or thinking.display != "omitted",
         params={
             "sampling.reasoning.max_tokens": "thinking.budget_tokens",
@@ -236,8 +228,9 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[st
     messages, params = chat_of(fields.system, fields.messages)
     options: dict[str, Any] = {}
     effort = None if fields.output_config is None else fields.output_config.effort
-    if variables := template_variables(fields.chat_template_kwargs, effort):
-        options["chat_template_kwargs"] = variables
+    variables, hints = template_variables(
+        fields.chat_template_kwargs, effort=effort, effort_param="output_config.effort"
+    )
     if messages[-1].role == "assistant":
         options["continue_final_message"] = True
     params |= {
@@ -247,7 +240,8 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[st
         **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "output_config.effort"}),
         **{f"chat.tools[{i}].parameters": f"tools[{i}].input_schema" for i in range(len(fields.tools or ()))},
     }
-    return ChatPrompt(messages, _tool_use(fields.tools or (), fields.tool_choice), options), params
+    tools = _tool_use(fields.tools or (), fields.tool_choice)
+    return ChatPrompt(messages, tools, options, variables, hints), params
 
 
 def _tool_use(tools: Sequence[Any], chosen: ChosenTool | None) -> ToolUse | None:

@@ -26,6 +26,7 @@ from gateway.conversation import (
     new_call_id,
     not_empty,
     params_of,
+    reasoning_fields,
     refuse_other_fields,
     string,
     template_variables,
@@ -132,6 +133,7 @@ class ResponseFields(GenerationFields):
     stream_options: Annotated[ResponseStreamOptions, BeforeValidator(without_null)] | None = None
     # Fields beyond OpenAI's.
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
 
     asks_for_nothing: ClassVar = {
@@ -141,7 +143,7 @@ class ResponseFields(GenerationFields):
         "max_tool_calls": (),
         "previous_response_id": (),
         "prompt": (),
-        "store": (False,),
+        "store": (False, True),  # nothing is stored, and the answer says so
         "truncation": ("disabled",),
     }
 
@@ -164,12 +166,18 @@ def parse_response(body: bytes) -> Plan:
     if fields.text.verbosity not in (None, "medium"):
         raise not_served("text.verbosity", '"medium" is')
     effort = fields.reasoning.effort
-    variables = template_variables(fields.chat_template_kwargs, effort)
+    variables, hints = template_variables(
+        fields.chat_template_kwargs,
+        effort=effort,
+        effort_param="reasoning.effort",
+        enable_thinking=fields.enable_thinking,
+    )
     turns = tuple(joined(_turns(fields), roles={"assistant"}))
     prompt = ChatPrompt(
         messages=tuple(turn.message for turn in turns),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),
-        options={"chat_template_kwargs": variables} if variables else {},
+        variables=variables,
+        hints=hints,
     )
     repeated, num_repeated_bytes = _repeated(fields)
     return Plan(
@@ -184,6 +192,7 @@ def parse_response(body: bytes) -> Plan:
         max_reasoning_tokens=max_reasoning_tokens(
             fields.thinking_token_budget, effort, effort_param="reasoning.effort"
         ),
+        reasoning_fields=reasoning_fields(fields.thinking_token_budget),
         repeated=repeated,
         num_repeated_bytes=num_repeated_bytes,
         params={

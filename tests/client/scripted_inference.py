@@ -35,6 +35,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.model = "demo"
         self.output_format = "hermes"
         self.has_reasoning = True
+        self.template_variables = ["reasoning_effort"]
         self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
         self.deadlines_s: queue.Queue[float | None] = queue.Queue()
         self.metadata: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -81,6 +82,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             fingerprint=types_pb2.Fingerprint(layer_groups=[group]),
             output_format=self.output_format,
             has_reasoning=self.has_reasoning,
+            chat_template_variables=self.template_variables,
         )
 
     def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:

@@ -52,7 +52,14 @@ def answered(
     deltas = [delta([place], piece) for place, piece in enumerate(pieces)]
     begun, *events = [event_from_wire(each) for each in (first, *deltas, finished(reason))]
     assert isinstance(begun, Started)
-    card = ModelCard(names=("demo",), system_fingerprint="", max_context_tokens=64, output_format=form, created=0)
+    card = ModelCard(
+        names=("demo",),
+        system_fingerprint="",
+        max_context_tokens=64,
+        output_format=form,
+        template_variables=frozenset(),
+        created=0,
+    )
     made: list[Any] = []
     for stream in (False, True):
         plan = api.parse(json.dumps({"model": "demo", **BODIES[api.path], **fields, "stream": stream}).encode())

@@ -65,7 +65,7 @@ def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[s
         {"functions": []},
         {"length_penalty": 1.0, "use_beam_search": False, "early_stopping": False, "best_of": 1},
         {"spaces_between_special_tokens": True, "detokenize": True},
-        {"reasoning": {"effort": "none"}, "thinking": None, "enable_thinking": None},
+        {"reasoning": {}, "thinking": None, "enable_thinking": None},
         {
             "reasoning_effort": None,
             "verbosity": "medium",

@@ -122,14 +122,49 @@ def test_a_model_that_does_not_reason_has_words_only(edge: GatewayHere, reasons:
     assert not reasons.inference.requests.get(timeout=BOUND_S).sampling.HasField("reasoning")
 
 
-def test_a_budget_of_reasoning_is_refused_where_the_model_writes_none(
-    edge: GatewayHere, reasons: ScriptedServer
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        ("/v1/chat/completions", {"thinking_token_budget": 9}, "thinking_token_budget"),
+        ("/v1/chat/completions", {"thinking_token_budget": 0, "reasoning_effort": "none"}, None),
+        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/chat/completions", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("/v1/chat/completions", {"enable_thinking": False}, "enable_thinking"),
+        (
+            "/v1/chat/completions",
+            {"chat_template_kwargs": {"enable_thinking": True, "a": 1}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        ("/v1/chat/completions", {"thinking": {"type": "enabled"}, "stream": True}, "thinking"),
+        ("/v1/chat/completions", {"thinking": {"type": "disabled"}}, None),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 9}, "thinking"),
+        (
+            "/v1/messages",
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}, "max_tokens": 9},
+            "output_config.effort, thinking",
+        ),
+        ("/v1/responses", {"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ("/v1/responses", {"thinking_token_budget": 3}, "thinking_token_budget"),
+    ],
+)
+def test_what_says_how_to_reason_is_left_out_and_named_where_it_means_nothing(
+    path: str, fields: dict[str, Any], ignored: str | None, edge: GatewayHere, reasons: ScriptedServer
 ) -> None:
-    reasons.inference.has_reasoning = False
-    refused = edge.ask("POST", "/v1/chat/completions", {**CHAT, "thinking_token_budget": 9})
-    assert (refused.status, refused.error["param"]) == (400, "thinking_token_budget")
-    for none in ({"thinking_token_budget": 0}, {"reasoning_effort": "none"}):
-        assert edge.ask("POST", "/v1/chat/completions", {**CHAT, **none}).status == 200
+    reasons.inference.has_reasoning, reasons.inference.template_variables = False, ["a"]
+    said = {"input": "hi"} if path == "/v1/responses" else {"messages": CHAT["messages"]}
+    answer = edge.ask("POST", path, {"model": "demo", **said, **fields})
+    assert (answer.status, answer.headers.get("x-ignored-fields")) == (200, ignored)
+    request = reasons.inference.requests.get(timeout=BOUND_S)
+    assert not request.sampling.HasField("reasoning")
+    assert json.loads(request.chat.chat_template_kwargs or "{}").keys() <= {"a"}
+
+
+def test_what_says_how_to_reason_reaches_a_template_that_reads_it(edge: GatewayHere, reasons: ScriptedServer) -> None:
+    reasons.inference.template_variables = ["enable_thinking", "reasoning_effort"]
+    answer = edge.ask("POST", "/v1/chat/completions", {**CHAT, "enable_thinking": False, "reasoning_effort": "low"})
+    assert "x-ignored-fields" not in answer.headers
+    variables = json.loads(reasons.inference.requests.get(timeout=BOUND_S).chat.chat_template_kwargs)
+    assert variables == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
 def test_the_decode_service_is_told_the_markers_and_the_limit_of_reasoning(

@@ -388,7 +388,6 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
@@ -441,7 +440,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"store": False, "background": False, "truncation": "disabled", "user": "u", "service_tier": "auto"},
+        {"store": True, "background": False, "truncation": "disabled", "user": "u", "service_tier": "auto"},
         {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "stream_options": {}},
         {"client_metadata": {"a": "b"}, "metadata": {}},
         {"reasoning": {"effort": "max", "context": "auto"}},
