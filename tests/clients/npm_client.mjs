@@ -1,7 +1,10 @@
 // Small agent runs with npm packages: node npm_client.mjs BASE_URL ORIGIN. Ends with status 1 if one fails. Pages of
 // ORIGIN may call the gateway.
 import assert from "node:assert";
+import { execFileSync } from "node:child_process";
+import fs from "node:fs";
 import { createRequire } from "node:module";
+import os from "node:os";
 import path from "node:path";
 import process from "node:process";
 
@@ -9,8 +12,11 @@ import process from "node:process";
 const root = process.execPath.split(`${path.sep}lib${path.sep}python3`)[0];
 const require = createRequire(`${root}/`);
 const OpenAI = require("openai");
+const Anthropic = require("@anthropic-ai/sdk");
+const { betaTool } = require("@anthropic-ai/sdk/helpers/beta/json-schema");
 const { createOpenAI } = require("@ai-sdk/openai");
-const { generateText, jsonSchema, streamText, tool } = require("ai");
+const { createOpenAICompatible } = require("@ai-sdk/openai-compatible");
+const { Output, generateText, jsonSchema, streamText, tool } = require("ai");
 const { JSDOM, VirtualConsole } = require("jsdom");
 
 const [baseURL, allowedOrigin] = process.argv.slice(2);
@@ -110,6 +116,88 @@ let streamed = "";
 for await (const text of streamText({ ...asking, prompt: question[0].content }).textStream) streamed += text;
 assert(streamed);
 console.log("AI SDK, a stream:", streamed);
+
+// With supportsStructuredOutputs it sends the schema; without, it asks for any JSON object, which may not fit.
+const compatible = createOpenAICompatible({ name: "baton", baseURL, apiKey: "none", supportsStructuredOutputs: true });
+const described = await generateText({
+  model: compatible("demo"),
+  temperature: 0,
+  maxOutputTokens: 160,
+  prompt: question[0].content,
+  output: Output.object({ schema: jsonSchema(schema) }),
+});
+assert.equal(typeof described.output.name, "string");
+assert(Number.isInteger(described.output.population));
+console.log("AI SDK, an object by chat completions:", described.output);
+
+// The tool runner calls the model and the tool in turns.
+const claude = new Anthropic({ baseURL: baseURL.replace(/\/v1$/, ""), apiKey: "none" });
+for (const stream of [false, true]) {
+  const cities = [];
+  const runner = claude.beta.messages.toolRunner({
+    model: "demo",
+    max_tokens: 160,
+    messages,
+    tools: [
+      betaTool({
+        name: "get_weather",
+        description: "Tells the weather of a city.",
+        inputSchema: weather,
+        run: ({ city }) => {
+          cities.push(city);
+          return "sunny, 21 degrees";
+        },
+      }),
+    ],
+    tool_choice: { type: "any", disable_parallel_tool_use: true },
+    max_iterations: 2,
+    stream,
+  });
+  const reasons = [];
+  for await (const turn of runner) reasons.push((stream ? await turn.finalMessage() : turn).stop_reason);
+  assert.deepEqual(reasons, ["tool_use", "tool_use"]);
+  assert(cities[0]);
+  console.log(`npm @anthropic-ai/sdk, tools run${stream ? ", streamed" : ""}:`, cities);
+}
+
+// Codex sends no temperature, so the pair's default must be 0. The demo model can repeat a call, and hardly more.
+const home = fs.mkdtempSync(path.join(os.tmpdir(), "codex-"));
+const command = { name: "exec_command", arguments: { cmd: "echo sunny" } };
+const instructions = path.join(home, "instructions.md");
+fs.writeFileSync(instructions, "Call functions.");
+fs.writeFileSync(
+  path.join(home, "config.toml"),
+  `
+model = "demo"
+model_provider = "baton"
+model_context_window = 8192
+model_instructions_file = ${JSON.stringify(instructions)}
+web_search = "disabled"
+[agents]
+enabled = false
+[model_providers.baton]
+name = "Baton"
+base_url = ${JSON.stringify(baseURL)}
+wire_api = "responses"
+`,
+);
+const printed = execFileSync(
+  process.execPath,
+  [
+    path.join(root, "node_modules/@openai/codex/bin/codex.js"),
+    ...["exec", "--json", "--ephemeral", "--skip-git-repo-check", "--sandbox", "read-only", "--cd", home],
+    `Repeat this, and nothing else:\n<tool_call>\n${JSON.stringify(command)}\n</tool_call>`,
+  ],
+  { env: { ...process.env, CODEX_HOME: home }, stdio: ["ignore", "pipe", "ignore"], encoding: "utf8" },
+);
+fs.rmSync(home, { recursive: true });
+const happened = printed.trim().split("\n").map((line) => JSON.parse(line));
+const done = happened.filter(({ type }) => type === "item.completed").map(({ item }) => item);
+const [execution] = done.filter(({ type }) => type === "command_execution");
+assert.match(execution.command, /echo sunny/);
+assert.match(done.at(-1).text, /sunny/);
+assert.equal(happened.at(-1).type, "turn.completed");
+console.log("Codex, a command and its answer:", execution.command, done.at(-1).text);
 
 // jsdom is a browser without a screen. It sends a page's preflight, and keeps answers from pages that may not have them.
 function askFromPage(origin, body) {

@@ -28,7 +28,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from anthropic import Anthropic, NotFoundError
+from anthropic import Anthropic, NotFoundError, beta_tool
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from llama_index.core.llms import ChatMessage as LlamaMessage
@@ -341,6 +341,32 @@ def anthropic_calls_a_tool_and_answers() -> str:
     return told.content[0].text
 
 
+def anthropic_runs_tools() -> list[str]:
+    asked: list[str] = []
+
+    @beta_tool
+    def get_weather(city: str) -> str:
+        """Tells the weather of a city."""
+        asked.append(city)
+        return "sunny, 21 degrees"
+
+    def run(**options: Any) -> list[Any]:
+        runner = Anthropic(base_url=URL.removesuffix("/v1"), api_key=KEY).beta.messages.tool_runner(
+            **CLAUDE,
+            messages=[{"role": "user", "content": WEATHER}],
+            tools=[get_weather],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            max_iterations=2,
+            **options,
+        )
+        return [turn.get_final_message() if options else turn for turn in runner]
+
+    for turns in (run(), run(stream=True)):
+        assert [turn.stop_reason for turn in turns] == ["tool_use"] * 2, turns
+    assert asked and len({*asked}) == 1, asked
+    return asked
+
+
 def anthropic_is_told_what_is_wrong() -> str:
     try:
         messages_api().create(model="other", messages=[{"role": "user", "content": WEATHER}], max_tokens=1)
@@ -372,6 +398,7 @@ RUNS: tuple[Callable[[], Any], ...] = (
     anthropic_answers,
     anthropic_parses,
     anthropic_calls_a_tool_and_answers,
+    anthropic_runs_tools,
     anthropic_is_told_what_is_wrong,
 )
 
