@@ -90,6 +90,7 @@ class ServiceLife:
         self._edge = edge
         self._server = server
         self._populate = populate
+        self._port = 0
         self._watchdog = Watchdog(
             engine=thread,
             device=runtime.device,
@@ -120,8 +121,8 @@ class ServiceLife:
                 await self._stop_all()
                 return
             # From here on clients are answered; health says "not ready".
-            port = await self._server.start(self._settings.listen)
-            _log.info("serving", port=port)
+            self._port = await self._server.start(self._settings.listen)
+            _log.info("serving", port=self._port)
             if not terminated.is_set():
                 on_serving()
         except BaseException:
@@ -181,6 +182,7 @@ class ServiceLife:
         self._metrics.watch(
             lambda: self.thread.inbox.load,
             is_ready=lambda: self._server.is_ready,
+            grpc_port=lambda: self._port,
             is_fused=lambda: self._runtime.model.runs_program,
             forward_counts=self._runtime.forward_counts,
         )

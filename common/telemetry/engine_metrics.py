@@ -42,15 +42,17 @@ class EngineMetrics:
         load: Callable[[], EngineLoad],
         *,
         is_ready: Callable[[], bool],
+        grpc_port: Callable[[], int] = lambda: 0,
         is_fused: Callable[[], bool] = lambda: False,
         forward_counts: Mapping[str, ForwardCounts] | None = None,
     ) -> None:
         """Exposes the engine's load, readiness and forward counts at each scrape.
 
+        `grpc_port` is the port at which the service is called, by which others know it; 0 before it listens.
         `is_fused` says whether one compiled kernel computes whole forwards. `forward_counts` maps each model's name, of
         the target and the draft head, to how many forwards that kernel has computed and has declined.
         """
-        self._registry.register(_LoadCollector(load, is_ready, is_fused, forward_counts or {}))
+        self._registry.register(_LoadCollector(load, is_ready, grpc_port, is_fused, forward_counts or {}))
 
 
 class _LoadCollector(Collector):
@@ -58,17 +60,20 @@ class _LoadCollector(Collector):
         self,
         load: Callable[[], EngineLoad],
         is_ready: Callable[[], bool],
+        grpc_port: Callable[[], int],
         is_fused: Callable[[], bool],
         forward_counts: Mapping[str, ForwardCounts],
     ) -> None:
         self._load = load
         self._is_ready = is_ready
+        self._grpc_port = grpc_port
         self._is_fused = is_fused
         self._forward_counts = forward_counts
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
         yield GaugeMetricFamily("baton_ready", "1 while health says that it serves.", value=float(self._is_ready()))
+        yield GaugeMetricFamily("baton_grpc_port", "The port of gRPC.", value=self._grpc_port())
         yield GaugeMetricFamily(
             "baton_degraded", "1 while decode computes all prompts itself.", value=float(load.is_degraded)
         )

@@ -15,6 +15,8 @@ INTERVAL_S = 2.0
 WINDOW_S = 60.0
 IDLE_TIMEOUT_S = 30.0
 TIMEOUT_S = 1.0
+FIRST_ROUND_S = 0.5
+"""How long the first viewer waits for figures at most. A round takes milliseconds, unless a service does not answer."""
 
 
 class StatusCollector:
@@ -38,6 +40,7 @@ class StatusCollector:
         window_s: float = WINDOW_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         timeout_s: float = TIMEOUT_S,
+        first_round_s: float = FIRST_ROUND_S,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -50,11 +53,13 @@ class StatusCollector:
         self._window_s = window_s
         self._idle_timeout_s = idle_timeout_s
         self._timeout_s = timeout_s
+        self._first_round_s = first_round_s
         self._clock = clock
         self._pause = pause
         self._last_look_s = clock()
         self._sampler: Sampler | None = None
         self._sampling: asyncio.Task[None] | None = None
+        self._first_round = asyncio.Event()
 
     @property
     def is_sampling(self) -> bool:
@@ -73,9 +78,17 @@ class StatusCollector:
             ended.result()
         if self._sampling is None:
             self._sampler = self._new_sampler()
+            self._first_round.clear()
             self._sampling = asyncio.create_task(self._sample(self._sampler))
         assert self._sampler is not None
         return self._sampler.document()
+
+    async def first_look(self) -> bytes:
+        """Returns what `look` returns, but waits for the end of the first round, for at most `first_round_s`."""
+        self.look()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._first_round.wait(), self._first_round_s)
+        return self.look()
 
     async def close(self) -> None:
         """Stops sampling and closes the connections. A second call does nothing."""
@@ -90,8 +103,10 @@ class StatusCollector:
             while self._clock() - self._last_look_s < self._idle_timeout_s:
                 began_s = self._clock()
                 await sampler.sample()
+                self._first_round.set()
                 await self._pause(max(0.0, began_s + self._interval_s - self._clock()))
         finally:
+            self._first_round.set()
             await sampler.close()
 
     def _new_sampler(self) -> Sampler:

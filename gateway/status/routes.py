@@ -35,7 +35,7 @@ def status_routes(collector: StatusCollector, gateway: Callable[[], Gateway]) ->
         return Response(page, media_type="text/html", headers=headers)
 
     async def figures(_request: Request) -> Response:
-        document = Document.beside(gateway(), collector.look())
+        document = Document.beside(gateway(), await collector.first_look())
         return Response(document, media_type="application/json", headers=headers)
 
     return [Route("/", show), Route("/status.json", figures)]

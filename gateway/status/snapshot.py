@@ -74,13 +74,15 @@ class Figures:
 class Service:
     """The state and figures of one metrics endpoint.
 
-    `role` is "decode", "prefill", or "" before the first answer. `is_ready` is the service's own report. If the service
-    cannot be reached, `reason` says why, `rows` to `unsent_kv_bytes` are None, and `figures` cover the samples
-    that are still in the window.
+    `address` is that of the metrics. `grpc_address` is the one by which decode services and `Snapshot.decode` name the
+    service, or "" if it has not said. `role` is "decode", "prefill", or "" before the first answer. `is_ready` is the
+    service's own report. If the service cannot be reached, `reason` says why, `rows` to `unsent_kv_bytes` are None, and
+    `figures` cover the samples that are still in the window.
     """
 
     target: str
     address: str
+    grpc_address: str
     role: str
     is_reachable: bool
     is_ready: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.addresses import address_of, host_and_port
 from gateway.status.addresses import Address
 from gateway.status.exposition import Exposition
 from gateway.status.figures import figures_of, pool_of, role_of
@@ -21,6 +22,7 @@ class WatchedService:
         self._now_s = 0.0
         self._reason = "not asked yet"
         self.role = ""
+        self._grpc_address = ""
 
     @property
     def current(self) -> Exposition | None:
@@ -47,6 +49,8 @@ class WatchedService:
         else:
             self._window.add(now_s, exposition)
             self.role, self._reason = role_of(exposition), ""
+            if port := _count(exposition, "baton_grpc_port"):
+                self._grpc_address = address_of(host_and_port(self._address.numeric)[0], port)
         self._window.forget(now_s)
         self._now_s = now_s
 
@@ -58,6 +62,7 @@ class WatchedService:
         return Service(
             target=self._address.target,
             address=self._address.numeric,
+            grpc_address=self._grpc_address,
             role=self.role,
             is_reachable=current is not None,
             is_ready=_count(current, "baton_ready") == 1,
@@ -74,7 +79,7 @@ class WatchedService:
 def unknown_service(target: str, reason: str) -> Service:
     """Returns what the status page shows of a metrics target that has no address."""
     return Service(
-        target, "", "", False, False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0)
+        target, "", "", "", False, False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0)
     )
 
 

@@ -27,6 +27,7 @@ GATEWAY_PAGE = ROOT / "docs/gateway.md"
 ADDED_BY_PROMETHEUS = {"job", "instance"}
 NOT_ON_THE_DASHBOARD = {
     "baton_fused",
+    "baton_grpc_port",
     "baton_handoff_lent_bytes",
     "baton_uncomputed_tokens",
     "baton_verify_steps",

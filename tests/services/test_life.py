@@ -133,6 +133,7 @@ class Parts:
             forward_counts={},
             start_beside=lambda populate: populate(lambda: None),
         )
+        self.registry = CollectorRegistry()
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def life_of(parts: Parts, *, grace_period_s: float = BOUND_S) -> ServiceLife:
     return ServiceLife(
         settings=DecodeSettings(grace_period_s=grace_period_s),
         runtime=cast(Any, parts.runtime),
-        metrics=EngineMetrics(CollectorRegistry()),
+        metrics=EngineMetrics(parts.registry),
         thread=cast(Any, parts.thread),
         edge=parts.edge,
         server=cast(Any, parts.server),
@@ -170,6 +171,18 @@ async def test_parts_start_in_one_order_and_stop_in_another(parts: Parts) -> Non
     await live(parts, lambda terminated: terminated.set())
     assert parts.steps == [*STARTS, *DRAINS, "engine stops"]
     assert not parts.edge.failed_with
+
+
+async def test_metrics_tell_the_port_once_the_server_listens(parts: Parts) -> None:
+    ports = []
+    parts.server.while_starting = lambda: ports.append(parts.registry.get_sample_value("baton_grpc_port"))
+
+    def end(terminated: asyncio.Event) -> None:
+        ports.append(parts.registry.get_sample_value("baton_grpc_port"))
+        terminated.set()
+
+    await live(parts, end)
+    assert ports == [0, 1]
 
 
 async def test_what_does_not_end_is_waited_for_as_long_as_the_grace_period(parts: Parts) -> None:

@@ -52,7 +52,7 @@ def registry() -> CollectorRegistry:
 
 def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) -> None:
     loads = [LOAD]
-    EngineMetrics(registry).watch(lambda: loads[-1], is_ready=lambda: True)
+    EngineMetrics(registry).watch(lambda: loads[-1], is_ready=lambda: True, grpc_port=lambda: 50051)
 
     states = {"free": 1, "reserved": 2, "transferring": 3, "running": 1, "quarantined": 1}
     assert {state: registry.get_sample_value("baton_rows", {"state": state}) for state in states} == states
@@ -64,6 +64,7 @@ def test_pools_are_what_the_engine_says_when_asked(registry: CollectorRegistry) 
     assert registry.get_sample_value("baton_row_retries_total") == 2
     assert registry.get_sample_value("baton_retractions_total") == 1
     assert registry.get_sample_value("baton_degraded") == 0
+    assert registry.get_sample_value("baton_grpc_port") == 50051
     assert registry.get_sample_value("baton_uncomputed_tokens") == 12
     assert registry.get_sample_value("baton_expected_cached_tokens_total") == 13
     assert registry.get_sample_value("baton_handoff_held_bytes_total") == 14

@@ -47,7 +47,8 @@ class Exposed:
         self.load = IDLE
         self.engine = EngineMetrics(registry)
         self.is_ready = True
-        self.engine.watch(lambda: self.load, is_ready=lambda: self.is_ready)
+        self.grpc_port = 0
+        self.engine.watch(lambda: self.load, is_ready=lambda: self.is_ready, grpc_port=lambda: self.grpc_port)
         self._register(registry)
         self._server = MetricsServer("127.0.0.1:0", registry)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 
+from baton.server_info import InferenceLoad
 from gateway.status.collector import StatusCollector
 from tests.gateway.status.scene import Clock, Decode
 
@@ -13,12 +14,12 @@ from tests.gateway.status.scene import Clock, Decode
 class Rounds:
     """Counts rounds of sampling by their look-ups. The test decides when each pause between them ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: Decode | None = None, first_round_s: float = 60.0) -> None:
         self.clock = Clock()
         self.num_rounds = 0
         self.paused = asyncio.Event()
         self._go_on = asyncio.Event()
-        self.client = Decode()
+        self.client = client or Decode()
         self.collector = StatusCollector(
             metrics_targets=[],
             decode_targets=["decode:50051"],
@@ -26,6 +27,7 @@ class Rounds:
             look_up=self._look_up,
             clock=self.clock,
             pause=self._pause,
+            first_round_s=first_round_s,
         )
 
     async def next_round(self, after_s: float) -> None:
@@ -49,6 +51,22 @@ async def test_nothing_is_sampled_before_somebody_looks() -> None:
     rounds = Rounds()
     await asyncio.sleep(0)
     assert (rounds.num_rounds, rounds.collector.is_sampling) == (0, False)
+
+
+async def test_the_first_look_waits_for_a_round_but_not_for_one_that_takes_long() -> None:
+    rounds = Rounds()
+    assert json.loads(await rounds.collector.first_look())["age_s"] == 0
+    await rounds.collector.close()
+
+    class Slow(Decode):
+        async def load(self) -> InferenceLoad:
+            await asyncio.Event().wait()
+            raise AssertionError("never answers")
+
+    slow = Rounds(client=Slow(), first_round_s=0.01)
+    first = json.loads(await slow.collector.first_look())
+    assert (first["age_s"], first["awaited"]) == (None, ["decode:50051"])
+    await slow.collector.close()
 
 
 async def test_many_viewers_share_one_sampling() -> None:

@@ -140,12 +140,19 @@ async def test_acceptance_is_of_drafts_and_by_position(
     sampling, decode, _ = pair
     await sampling.sample()
     assert sampling.snapshot.pair.acceptance is None
+    decode.speculation.on_step(StepStats(1, 4, 0.1, SpeculationStats(4, (3,), 0.01, 0.01, 0.01)))
+    clock.now_s += 2
+    await sampling.sample()
+    running = sampling.snapshot.pair.acceptance
+    assert running is not None
+    assert (running.acceptance, running.accept_length) == (None, 3), "drafts count when their request ends"
+
     decode.requests.drafted_tokens.inc(40)
     decode.requests.accepted_tokens.inc(10)
     for position, accepted in (("1", 8), ("2", 2), ("10", 0)):
         decode.requests.drafted_at.labels(position).inc(20)
         decode.requests.accepted_at.labels(position).inc(accepted)
-    decode.speculation.on_step(StepStats(2, 8, 0.1, SpeculationStats(4, (2, 5), 0.01, 0.01, 0.01)))
+    decode.speculation.on_step(StepStats(2, 8, 0.1, SpeculationStats(4, (2, 5, 4), 0.01, 0.01, 0.01)))
     clock.now_s += 2
     await sampling.sample()
 

@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from gateway.metrics import GatewayMetrics
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
 from gateway.status.snapshot import Figures, Gateway, Replica, Snapshot
@@ -77,7 +79,8 @@ async def test_every_element_that_the_script_asks_for_is_there(viewer: httpx2.As
 
 async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx2.AsyncClient) -> None:
     figures = (await viewer.get("/status.json")).json()
-    assert figures["age_s"] is None, "a look returns at once"
+    assert (figures["age_s"] is not None, figures["awaited"]) == (True, []), "the first answer has a round"
+    assert [service["is_ready"] for service in figures["services"]] == [True]
     assert set(figures) == {"gateway", *(field.name for field in dataclasses.fields(Snapshot))}
     assert figures["gateway"] == {"version": "1.2.3", "model_names": ["demo", "other"], "errors": {"429": 3}}
 
@@ -94,4 +97,27 @@ async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx
     )
     phases = set(re.findall(r'^  \["(\w+)", "', script, re.MULTILINE))
     assert phases == set(figures["pair"]["phases"])
+    assert re.search(r'\["[^"]+", drafts \? rate\(drafts\.accept_length\)', inline_function("showTiles", script)), (
+        "the figure that is known while requests run comes first"
+    )
+    assert {"address", "grpc_address", "target"} <= set(re.findall(r"\bservice\.(\w+)", script))
     assert set(re.findall(r"\breplica\.(\w+)", script)) == {field.name for field in dataclasses.fields(Replica)}
+
+
+async def test_every_status_that_is_counted_as_an_error_has_a_meaning(viewer: httpx2.AsyncClient) -> None:
+    GatewayMetrics(registry := CollectorRegistry())
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    counted = {sample.labels["status"] for sample in samples if sample.name == "baton_gateway_requests_total"}
+
+    (meanings,) = re.findall(r"const MEANINGS = {(.*?)};", inline("script", (await viewer.get("/")).text), re.DOTALL)
+    assert set(re.findall(r'(\d{3}): "[^"]+"', meanings)) == counted - {"200"}
+
+
+async def test_no_table_is_wider_than_a_narrow_screen(viewer: httpx2.AsyncClient) -> None:
+    """Addresses cannot be broken well: a table with a column of them is stacked there, each cell with its column."""
+    page = (await viewer.get("/")).text
+    tables = re.findall(r"<table(.*?)</table>", page, re.DOTALL)
+    assert [table for table in tables if table.count("<th ") > 4] == [table for table in tables if "stacked" in table]
+    assert "dataset.column" in inline_function("showLinks", inline("script", page))
+    narrow = inline("style", page).partition("@media (max-width")[2]
+    assert ".stacked [data-column]::before { content: attr(data-column)" in narrow

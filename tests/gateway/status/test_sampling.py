@@ -18,7 +18,7 @@ from gateway.status.addresses import Address
 from gateway.status.exposition import parse_exposition
 from gateway.status.increase import Increase
 from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
-from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, Names, numeric, sampler
+from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, ExposedPrefill, Names, numeric, sampler
 
 NUM_POOL_THREADS = 32
 """The most threads in an event loop's own thread pool."""
@@ -58,6 +58,20 @@ async def test_a_target_that_is_gone_says_why_and_the_others_go_on() -> None:
     assert left.reason
     assert left.figures.output_tokens_per_s == 2.5, "what it had done, over the time until now"
     assert stayed.is_reachable
+
+
+async def test_a_service_has_the_address_by_which_decode_services_know_it_even_when_it_is_gone() -> None:
+    with ExposedPrefill() as prefill:
+        sampling = sampler(Clock(), [prefill.address])
+        await sampling.sample()
+        assert sampling.snapshot.services[0].grpc_address == "", "it does not listen yet"
+        prefill.grpc_port = 50052
+        await sampling.sample()
+        assert sampling.snapshot.services[0].grpc_address == "127.0.0.1:50052"
+    await sampling.sample()
+    (gone,) = sampling.snapshot.services
+    assert (gone.is_reachable, gone.grpc_address) == (False, "127.0.0.1:50052")
+    await sampling.close()
 
 
 async def test_every_address_behind_a_name_is_a_service_and_leaves_with_it() -> None:
