@@ -54,11 +54,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="under load, before the picture")
     parser.add_argument("--more", type=Path, metavar="DIRECTORY", help="a dark and a narrow picture too, into here")
     args = parser.parse_args()
-    pictures: list[tuple[Path, str, tuple[str, ...]]] = [(PICTURE, "1100,1625", ())]
+    pictures: list[tuple[Path, str, tuple[str, ...]]] = [(PICTURE, "1100,1670", ())]
     if args.more:
         pictures += [
-            (args.more / "dark.png", "1024,1590", ("--blink-settings=preferredColorScheme=0",)),
-            (args.more / "narrow.png", "500,2800", ()),
+            (args.more / "dark.png", "1024,1670", ("--blink-settings=preferredColorScheme=0",)),
+            (args.more / "narrow.png", "500,3150", ()),
         ]
     with serve_pair() as served:
         asyncio.run(photograph(served, args.seconds, pictures))
