@@ -29,11 +29,12 @@ def info(
     if as_json:
         print_json("info", address=client.address, model=model, load=load)
     else:
-        _print_table(model, load)
+        _print_table(client.address, model, load)
 
 
-def _print_table(model: ModelInfo, load: InferenceLoad) -> None:
+def _print_table(address: str, model: ModelInfo, load: InferenceLoad) -> None:
     table = Table(show_header=False, box=None)
+    table.add_row("address", address)
     table.add_row("model", f"{model.model} ({model.architecture})")
     table.add_row("runs on", f"{model.device}, {model.dtype}")
     table.add_row("context", f"{model.max_context_tokens} tokens, vocabulary {model.vocab_size}")

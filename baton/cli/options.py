@@ -15,7 +15,7 @@ import typer
 
 from baton.cli.output import text_console
 from baton.client import Client, Tls
-from baton.errors import Unavailable, Unimplemented
+from baton.errors import BatonError, Unavailable, Unimplemented
 from baton.free_ports import LOOPBACK
 from baton.requests import SamplingOptions
 from baton.running_pairs import running_pairs
@@ -152,9 +152,10 @@ DecodeArgs = Annotated[
 @contextmanager
 def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iterator[Client]:
     """Yields a client for the address `given`. Without it, the client is for a pair that `baton up` runs on this
-    machine, or if there is none, for the default address.
+    machine, or if there is none, for the default address, which is then printed.
 
     Waits while a pair of `baton up` at that address loads. Raises Unavailable if that takes longer than `LOADING_S`.
+    Every error that is raised in this context names the address.
     """
     found = [] if given else running_pairs()
     address = given or (found[0] if found else DEFAULT_ADDRESS)
@@ -166,18 +167,18 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
     with Client(address, tls=tls, token=token) as client:
         try:
             yield client
-        except (Unavailable, Unimplemented) as error:
-            # An error with a reason came from a server that answered.
-            if found or (error.reason and error.reason != _NOT_SERVED):
-                raise
-            pairs = running_pairs()
-            if pairs and not _is_announced(address):
-                words = f"{error}; the pair of `baton up` here is at {pairs[0]}"
-            elif given or isinstance(error, Unimplemented):
-                raise
-            else:
-                words = f"no pair of `baton up` runs here, and {address} does not answer: {error}; give --address"
-            raise type(error)(words, reason=error.reason, metadata=error.metadata) from error
+        except BatonError as error:
+            words = str(error) if address in str(error) else f"{address}: {error}"
+            is_wrong_place = isinstance(error, Unavailable | Unimplemented) and error.reason in ("", _NOT_SERVED)
+            if is_wrong_place and not found:  # with another reason, a decode service answered
+                pairs = running_pairs()
+                if pairs and not _is_announced(address):
+                    words = f"{words}; the pair of `baton up` here is at {pairs[0]}"
+                elif not given and isinstance(error, Unavailable):
+                    words = f"no pair of `baton up` runs here, and {address} does not answer: {error}; give --address"
+            raise type(error)(words, reason=error.reason, metadata=error.metadata, code=error.code) from error
+        if not given and not found:
+            text_console().print(f"no pair of `baton up` runs here: {address} was asked", style="dim")
 
 
 def _is_announced(address: str) -> bool:

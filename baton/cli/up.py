@@ -18,7 +18,7 @@ from baton.cli.prepare_model import prepare_pair
 from baton.errors import BatonError, ServiceDied
 from baton.local_pair import LocalPair, Phase
 from baton.restarts import Ended, Restarts, StartedAgain
-from baton.running_pairs import announced, choosing_ports
+from baton.running_pairs import announced, choosing_ports, running_pairs
 from baton.service_process import ServiceProcess
 
 _TUNING = "Tuning"
@@ -98,7 +98,7 @@ def up(
                 # The pair is announced before it is ready, so that other commands wait for it.
                 keeping.enter_context(announced(pair.decode_addresses, pair.ports))
             prepare_pair(pair, as_json=as_json)
-            told.starting(pair)
+            told.starting(pair, is_found=",".join(pair.decode_addresses) in running_pairs())
             with pair, LoadReader(pair) as loads:
                 try:
                     told.ready(pair)
@@ -143,11 +143,17 @@ class _Told:
             case StartedAgain(pid):
                 self._line(f"{process.name} ({process.address}) is started again, as process {pid}")
 
-    def starting(self, pair: LocalPair) -> None:
+    def starting(self, pair: LocalPair, *, is_found: bool) -> None:
+        """`is_found` says whether other commands find this pair."""
         if not self.as_json:
             names = ", ".join(process.name for process in pair.processes)
             until = "" if self._keeps_logs else " (removed on Ctrl-C; --log-dir keeps them)"
             self._line(f"starting {names}; logs: {pair.log_dir}{until}")
+            if not is_found:
+                self._line(
+                    "other commands do not find this pair, because XDG_RUNTIME_DIR cannot be written: give them "
+                    f"--address {','.join(pair.decode_addresses)}"
+                )
 
     def ready(self, pair: LocalPair) -> None:
         address, url = pair.decode_addresses[0], pair.gateway_url

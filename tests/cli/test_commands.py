@@ -139,7 +139,11 @@ def test_text_of_a_stream_that_breaks_ends_with_a_line(server: ScriptedServer) -
     server.inference.script = [started(), delta([5], "Hel"), failure(14, "gone")]
     for command in (("generate", "Hi"), ("chat",)):
         result = run(*command, "--address", server.address, stdin="Hi\n")
-        assert (result.exit_code, result.stdout, result.stderr) == (1, "Hel\n", "UNAVAILABLE: gone\n")
+        assert (result.exit_code, result.stdout, result.stderr) == (
+            1,
+            "Hel\n",
+            f"UNAVAILABLE: {server.address}: gone\n",
+        )
 
 
 class Terminal:
@@ -233,17 +237,20 @@ def test_an_error_is_one_line_and_status_1_or_a_json_line_when_asked(server: Scr
     arguments = ["generate", "Hi", "--top-p", "2", "--address", server.address]
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "INVALID_ARGUMENT: top_p: must be in (0, 1]\n"
+    assert result.stderr == f"INVALID_ARGUMENT: {server.address}: top_p: must be in (0, 1]\n"
     result = run(*arguments, "--json")
     assert result.exit_code == 1
-    error = {"code": "INVALID_ARGUMENT", "reason": "INVALID_FIELD", "message": "top_p: must be in (0, 1]"}
+    message = f"{server.address}: top_p: must be in (0, 1]"
+    error = {"code": "INVALID_ARGUMENT", "reason": "INVALID_FIELD", "message": message}
     assert json_lines(result) == [{"event": "error", **error, "metadata": {"field": "top_p"}}]
 
 
 def test_who_shows_no_token_is_told_how_to(server: ScriptedServer) -> None:
     server.inference.script = [failure(16, "authorization: no bearer token was shown", reason="UNAUTHENTICATED")]
     result = run("generate", "Hi", "--address", server.address)
-    assert result.stderr == "UNAUTHENTICATED: authorization: no bearer token was shown; give --token-file\n"
+    assert result.stderr == (
+        f"UNAUTHENTICATED: {server.address}: authorization: no bearer token was shown; give --token-file\n"
+    )
 
 
 @pytest.mark.parametrize("flag", [["--logit-bias", "5"], ["--token-ids", "a,b"]])
@@ -339,6 +346,7 @@ def test_nothing_but_the_line_of_the_error_comes_of_a_connection_that_fails(serv
 def test_info_shows_model_and_load(server: ScriptedServer) -> None:
     result = run("info", "--address", server.address)
     assert result.exit_code == 0
+    assert server.address in result.stdout
     assert "demo (LlamaForCausalLM)" in result.stdout
     assert "1 of 4 free, 1 reserved, 1 transferring, 1 running" in result.stdout
     assert "not ready: connection refused, 0 rows, should have 7 tokens cached" in " ".join(result.stdout.split())

@@ -15,7 +15,8 @@ from baton.cli.main import app
 from baton.errors import Unavailable
 from baton.local_pair import LocalPair
 from baton.running_pairs import announced, choosing_ports, running_pairs
-from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
+from baton.service_process import ChildProcess
+from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.support.free_ports import free_ports
 
 KEEPS_A_PAIR = """
@@ -94,6 +95,20 @@ def test_a_place_that_cannot_be_written_keeps_nobody_from_serving(tmp_path: Path
         assert (running_pairs(), taken_ports) == ([], frozenset())
 
 
+@pytest.mark.parametrize("is_found", [True, False])
+def test_up_says_when_other_commands_cannot_find_its_pair(
+    is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(process: ChildProcess) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChildProcess, "start", interrupted)
+    if not is_found:
+        (tmp_path / "baton").write_text("in the way")
+    said = CliRunner().invoke(app, ["up", "--model=tiny"]).stderr
+    assert ("other commands do not find this pair" in said) != is_found, said
+
+
 def test_what_is_no_announcement_misleads_nobody(tmp_path: Path) -> None:
     process = keeper("127.0.0.1:1")
     for name, text in (
@@ -130,6 +145,18 @@ def test_where_there_is_none_the_error_says_so_and_where_was_looked(monkeypatch:
         result = CliRunner().invoke(app, arguments, input="Hi\n")
         assert (result.exit_code, words in result.stderr) == (1, True), result.stderr
     assert words not in CliRunner().invoke(app, ["info", "--address", nobody]).stderr
+
+
+def test_what_was_asked_is_named_where_nobody_named_it(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "DEFAULT_ADDRESS", server.address)
+    result = CliRunner().invoke(app, ["generate", "Hi"])
+    assert (result.exit_code, result.stdout) == (0, "Hello\n")
+    assert f"no pair of `baton up` runs here: {server.address} was asked" in result.stderr
+    assert "was asked" not in CliRunner().invoke(app, ["generate", "Hi", "--address", server.address]).stderr
+    server.inference.script = [failure(3, "top_p: must be in (0, 1]", reason="INVALID_FIELD", field="top_p")]
+    with announced([server.address]):
+        result = CliRunner().invoke(app, ["generate", "Hi"])
+    assert (result.exit_code, f"{server.address}: top_p" in result.stderr) == (1, True), result.stderr
 
 
 def test_of_several_the_newest_is_taken_and_said(server: ScriptedServer) -> None:
