@@ -46,6 +46,9 @@ def chat(
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json), options.decode_client(address, tls, token) as client:
+        model = client.model_info().model  # asked even where it is not shown, so that a dead address is told at once
+        if sys.stdin.isatty():
+            console.print(f"{model} at {client.address}; /help lists the commands", style="dim", markup=False)
         while (line := _read_line()) is not None and line != "/exit":
             if line == "/reset":
                 messages = list(first)

@@ -219,6 +219,18 @@ def test_an_answer_that_fails_leaves_the_conversation_to_go_on(server: ScriptedS
     assert [message.content for message in last] == ["one", "Hello", "three"]
 
 
+def test_chat_begins_with_the_model_and_the_address_or_with_the_error(server: ScriptedServer) -> None:
+    with Terminal("chat", "--address", server.address) as chat:
+        assert f"demo at {server.address}; /help" in chat.read_until("you> ")
+        chat.type("/help\n")
+        shown = chat.read_until("you> ")
+        assert all(command in shown for command in ("/help", "/reset", "/exit", "Ctrl-C"))
+    server.stop()
+    with Terminal("chat", "--address", server.address) as chat:
+        assert "you>" not in chat.read_until(f"UNAVAILABLE: nothing listens at {server.address}")
+        assert chat.end() == 1
+
+
 @pytest.mark.parametrize("module", ["baton", "baton.cli.main"])
 def test_the_command_is_a_module_too(module: str) -> None:
     command = [sys.executable, "-m", module, "--version"]
