@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from baton.client import AsyncClient
 from baton.load_generator import RequestRecord, Workload, run_workload
 from baton.local_pair import LocalPair
+from baton.requests import SamplingOptions
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.machine import demo_model_dir
 
@@ -162,7 +163,8 @@ async def _storm(client: AsyncClient, num_requests: int, vocab_size: int) -> Sto
     """
     prompts = Workload(1, num_requests, PROMPT_TOKENS, 1, prompt_seed=1).prompts(vocab_size)
     begun_s = time.perf_counter()
-    streams = [client.generate(token_ids=prompt, max_tokens=64, ignore_eos=True) for prompt in prompts]
+    options: SamplingOptions = {"max_tokens": 64, "temperature": 1.0, "top_p": 1.0, "ignore_eos": True}
+    streams = [client.generate(token_ids=prompt, **options) for prompt in prompts]
     await asyncio.gather(*(anext(stream) for stream in streams))  # the first event is Started: the request is admitted
     sent_s = time.perf_counter()
     for stream in streams:

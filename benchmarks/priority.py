@@ -161,7 +161,14 @@ async def newcomers(load: Load, greed: Greed) -> tuple[list[float], float]:
     async def generate(client: AsyncClient, tenant: str) -> None:
         while True:
             (prompt,) = greedy.prompts(1)
-            stream = client.generate(token_ids=prompt, max_tokens=greed.num_new, ignore_eos=True, tenant=tenant)
+            stream = client.generate(
+                token_ids=prompt,
+                max_tokens=greed.num_new,
+                temperature=1.0,
+                top_p=1.0,
+                ignore_eos=True,
+                tenant=tenant,
+            )
             async for event in stream:
                 if isinstance(event, Delta):
                     times_s.extend([time.perf_counter()] * len(event.token_ids))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from baton.client import Client
 from baton.local_pair import LocalPair
@@ -42,11 +43,12 @@ def trace_one(receiver: OtlpReceiver, *, prompt_tokens: int, new_tokens: int, ch
         Client(pair.decode_addresses[0]) as client,
     ):
         prompt = [1000 + place % 5000 for place in range(prompt_tokens)]
-        client.complete(token_ids=prompt, max_tokens=WARM_UP_TOKENS, ignore_eos=True, cache_prompt=False)
+        complete = partial(
+            client.complete, token_ids=prompt, temperature=1.0, top_p=1.0, ignore_eos=True, cache_prompt=False
+        )
+        complete(max_tokens=WARM_UP_TOKENS)
         with tracer.start_as_current_span("request"):
-            client.complete(
-                token_ids=prompt, max_tokens=new_tokens, ignore_eos=True, request_id="traced", cache_prompt=False
-            )
+            complete(max_tokens=new_tokens, request_id="traced")
 
 
 def lines_of(span: ReceivedSpan, spans: Sequence[ReceivedSpan], start_ns: int, depth: int = 0) -> Iterator[str]:

