@@ -23,7 +23,9 @@ _WORDS: Mapping[str, str] = {
     "engine_stalled": "stalls: {part} has not moved for {still_s} s",
     "engine_moves_again": "goes on: {part} moves again, after {still_s} s",
 }
-_FAILURES = ("error", "critical")
+_LAST = "critical"
+"""The level of what ends a process, which is told together with its end."""
+_FAILURES = ("error", _LAST)
 
 
 class ServiceLog:
@@ -91,7 +93,7 @@ def _words(text: str) -> str:
     event = str(line["event"])
     with suppress(LookupError):
         return _WORDS[event].format_map(line)
-    if line.get("level") not in _FAILURES:
+    if line.get("level") not in _FAILURES or line["level"] == _LAST:
         return ""
     error = line.get("error")
     return f"{event}: {error}" if error else event

@@ -31,7 +31,7 @@ class Checkpoint:
     ) -> None:
         self._tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_WITHOUT_MEANING)}
         self._directory = directory
-        self._kind = kind
+        self.kind = kind
         self._dtype = dtype
         self._device = device
 
@@ -41,7 +41,7 @@ class Checkpoint:
     def untaken(self) -> Checkpoint:
         """Returns a copy with the tensors that were not taken yet. Taking from one does not affect the other."""
         return Checkpoint(
-            self._tensors, directory=self._directory, kind=self._kind, dtype=self._dtype, device=self._device
+            self._tensors, directory=self._directory, kind=self.kind, dtype=self._dtype, device=self._device
         )
 
     @property
@@ -72,7 +72,7 @@ class Checkpoint:
         if self._tensors:
             left = sorted(self._tensors)
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise self.mismatch(f"not known in {self._kind}: {', '.join(left[:3])}{more}")
+            raise self.mismatch(f"not known in {self.kind}: {', '.join(left[:3])}{more}")
 
     def mismatch(self, message: str) -> DraftMismatch:
         """Returns an error about this checkpoint, to be raised."""
@@ -81,11 +81,9 @@ class Checkpoint:
     def _take(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
         tensor = self._tensors.pop(name, None)
         if tensor is None:
-            raise self.mismatch(f"{name} is missing, which {self._kind} needs")
+            raise self.mismatch(f"{name} is missing, which {self.kind} needs")
         if tuple(tensor.shape) != shape:
-            raise self.mismatch(
-                f"{name} is {list(tensor.shape)}, which in {self._kind} of this config is {list(shape)}"
-            )
+            raise self.mismatch(f"{name} is {list(tensor.shape)}, which in {self.kind} of this config is {list(shape)}")
         if tensor.dtype not in dtypes:
             raise self.mismatch(f"{name} is of {tensor.dtype}")
         return tensor

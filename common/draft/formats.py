@@ -15,6 +15,7 @@ from typing import Any
 
 from common.draft.config_block import ConfigReader, read_block
 from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpLayout, MtpSpec
+from common.errors import DraftMismatch
 
 _EAGLE3_KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states")
 _DEFAULT_NUM_CAPTURED = 3
@@ -37,6 +38,11 @@ def read_spec(
         return _read_eagle3(reader, reader, num_target_layers)
     if config.get("num_nextn_predict_layers") or any(name.startswith((_MIMO, _MIMO_V2)) for name in tensor_names):
         return _read_mtp(reader, tensor_names)
+    if "fc.weight" not in tensor_names:
+        raise DraftMismatch(
+            f"{directory}: holds {architectures or 'tensors'} and no draft head: fc.weight is missing, which an "
+            "EAGLE-1 head needs"
+        )
     _require_one_layer(reader)
     return EagleSpec(
         block=read_block(reader),

@@ -46,7 +46,10 @@ class HeadParts:
     def require(self, key: str, ours: int, theirs: int) -> None:
         """Raises DraftMismatch unless the head's value of `key` (`ours`) equals the target's (`theirs`)."""
         if ours != theirs:
-            raise DraftMismatch(f"{self.directory}: config.json: {key} is {ours}, the target's is {theirs}")
+            raise DraftMismatch(
+                f"{self.directory}: holds {self.checkpoint.kind} for another model: config.json: {key} is {ours}, the "
+                f"target's is {theirs}"
+            )
 
 
 class PagedHead(ABC):

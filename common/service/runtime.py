@@ -344,7 +344,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
         kv_dtype=model.layer_group.dtype,
         rotation=model.rotation or "the same for all lengths",
     )
-    with model_faults(settings.draft):
+    with model_faults(f"draft: {settings.draft}"):
         head, draft = _load_draft(settings, model) if settings.draft else (None, None)
     fingerprint = compute_fingerprint(directory, model, protocol_version=PROTOCOL_VERSION, draft=draft)
     fusing = None
@@ -384,14 +384,18 @@ def _only_log_lines() -> None:
 def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHead, LoadedDraft]:
     directory = resolve_draft(settings.draft, _LoggedProgress())
     _log.info("loading_draft", draft=settings.draft, directory=str(directory))
-    head = load_draft(
-        directory,
-        target=model,
-        device=settings.device,
-        dtype=settings.dtype,
-        attention=settings.attention,
-        fuses=settings.fuses_forwards,
-    )
+    try:
+        head = load_draft(
+            directory,
+            target=model,
+            device=settings.device,
+            dtype=settings.dtype,
+            attention=settings.attention,
+            fuses=settings.fuses_forwards,
+        )
+    except StartupError as error:
+        fits = f"an EAGLE, EAGLE-3 or MTP head that was made for {settings.model} would fit"
+        raise type(error)(f"draft: {error}; {fits}") from error
     num_layers, num_ids = head.layer_group.num_layers, head.token_ids.shape[0]
     if settings.draft_topk > 1 and num_layers > 1:
         raise StartupError(f"draft_topk: {settings.draft} has {num_layers} layers: it drafts chains, not trees")

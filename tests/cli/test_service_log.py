@@ -31,7 +31,9 @@ def test_a_log_is_followed_from_where_it_ends_line_by_whole_line(tmp_path: Path)
     assert log.new_words() == []
 
 
-def test_failures_are_told_whatever_they_are_and_other_lines_only_where_they_help(tmp_path: Path) -> None:
+def test_failures_that_end_no_process_are_told_and_other_lines_where_they_help(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "decode-0.log"
     log = ServiceLog(path)
     said = [
@@ -49,7 +51,6 @@ def test_failures_are_told_whatever_they_are_and_other_lines_only_where_they_hel
     path.write_text("\n".join(said) + "\n")
     assert log.new_words() == [
         "prefill replica p:1 cannot serve: fingerprints differ",
-        "cannot_start: device: no",
         "converting",
         "has room for 32 requests with 32768 tokens of KV in all",
         "stalls: stream forward has not moved for 3.5 s",

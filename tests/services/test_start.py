@@ -15,6 +15,7 @@ from common.config.settings import DecodeSettings, PrefillSettings, ServiceSetti
 from common.errors import StartupError
 from common.service.process import Process, Serve, run_service
 from common.service.program import EXIT_STARTUP
+from tests.support.draft_heads import save_eagle3_head
 from tests.support.models import save_tiny_model
 
 
@@ -84,6 +85,33 @@ def test_a_models_own_code_is_neither_run_nor_asked_about(
     assert last["event"] == "cannot_start" and refusal in last["error"]
     assert answers.tell() == 0, "it was asked"
     assert not (directory / "was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ("a target", "holds LlamaForCausalLM and no draft head"),
+        (
+            "a head for another",
+            "holds an EAGLE-3 head for another model: config.json: vocab_size is 268",
+        ),
+    ],
+)
+def test_what_is_no_draft_head_of_the_model_is_told_with_what_it_is_and_what_would_fit(
+    held: str, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = save_tiny_model(tmp_path / "other", "llama")
+    model = save_tiny_model(tmp_path / "model", "llama", vocab_size=300)
+    draft = other if held == "a target" else save_eagle3_head(tmp_path / "head", target_dir=other)
+    argv = [f"--model={model}", f"--draft={draft}"]
+    capfd.readouterr()
+    try:
+        assert run_service("decode_service", DecodeSettings, lambda: _never_served, argv) == EXIT_STARTUP
+    finally:
+        gc.unfreeze()
+    *_, last = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert last["error"].startswith(f"draft: {draft}: {says}"), last["error"]
+    assert last["error"].endswith(f"head that was made for {model} would fit")
 
 
 async def _never_served(settings: ServiceSettings, process: Process) -> None:
