@@ -14,6 +14,8 @@ _WORDS: Mapping[str, str] = {
     "loading_model": "loads the model",
     "loading_draft": "loads the draft head",
     "pool_sized": "has room for {max_rows} requests with {max_kv_tokens} tokens of KV in all",
+    "pool_shortens_context": "takes no request of more than {max_context_tokens} tokens: for the {allowed_tokens} that "
+    "the model and max_context_tokens allow, max_kv_tokens must be {needed_kv_tokens}",
     "no_draft_head": "has no draft head: tokens come one a forward",
     "forwards_recorded": "recorded {num_graphs} forwards in {seconds} s",
     "cpu_engine_unavailable": "serves by PyTorch's operators: {reason}",

@@ -25,6 +25,8 @@ GPU_ROWS, CPU_ROWS = 256, 32
 CPU_TOKENS = 32768
 LEAST_TOKENS = 1024
 """The fewest tokens of a pool whose size is not set, unless the longest request is shorter."""
+_SHORTEST_REQUEST = 2
+"""The tokens of the shortest request: one of prompt and one of output."""
 _MOST_TOKENS = 1 << 40
 """More tokens than any pool has."""
 _ROWS_PART = 4
@@ -139,6 +141,11 @@ def size_pool(
     row_tokens = limits.context_tokens + limits.tokens_ahead
     if limits.max_kv_tokens is not None:
         max_kv_tokens, decided_by = limits.max_kv_tokens, "max_kv_tokens"
+        if max_kv_tokens < (shortest := _SHORTEST_REQUEST + limits.tokens_ahead):
+            raise StartupError(
+                f"max_kv_tokens: {max_kv_tokens} hold no request: the shortest needs {shortest}, and one of "
+                f"{limits.context_tokens} tokens {row_tokens}"
+            )
         if memory is not None:
             _require_tokens(max_rows, max_kv_tokens, pool, beside.peak_bytes(max_rows), memory, torch_device)
     else:
@@ -157,7 +164,7 @@ def size_pool(
         max_rows=max_rows,
         max_kv_tokens=max_kv_tokens,
         max_window_tokens=pool.num_window_tokens(max_rows, max_kv_tokens),
-        max_context_tokens=min(limits.context_tokens, max_kv_tokens),
+        max_context_tokens=min(limits.context_tokens, max_kv_tokens - limits.tokens_ahead),
         decided_by=decided_by,
     )
 

@@ -143,6 +143,13 @@ class Runtime:
             free_bytes=None if memory is None else memory.free_bytes,
             memory_share=settings.memory_share,
         )
+        if size.max_context_tokens < limits.context_tokens:
+            _log.warning(
+                "pool_shortens_context",
+                max_context_tokens=size.max_context_tokens,
+                allowed_tokens=limits.context_tokens,
+                needed_kv_tokens=limits.context_tokens + tokens_ahead,
+            )
         return size
 
     def _token_bytes(self, group: LayerGroupSpec) -> int:

@@ -184,6 +184,14 @@ def test_tokens_that_do_not_fit_are_refused_with_what_would(device: torch.device
     sized(memory, beside=service, device=device, max_rows=8, max_kv_tokens=would_fit)
 
 
+@pytest.mark.parametrize("tokens_ahead", [0, 4], ids=["no drafts", "drafts"])
+def test_a_pool_that_holds_no_request_is_refused_with_what_would(tokens_ahead: int) -> None:
+    shortest = 2 + tokens_ahead
+    with pytest.raises(StartupError, match=rf"^max_kv_tokens: {shortest - 1} hold no .* {shortest}, .* 131072"):
+        sized(CARD, max_kv_tokens=shortest - 1, tokens_ahead=tokens_ahead)
+    assert sized(CARD, max_kv_tokens=shortest, tokens_ahead=tokens_ahead).max_context_tokens == 2
+
+
 def test_rows_that_do_not_fit_are_refused_with_what_would() -> None:
     service = beside(DecodeSettings)
     with pytest.raises(StartupError, match=r"^max_rows: 1000000 rows take .* on cuda:0 beside their KV") as refused:
@@ -264,6 +272,25 @@ def test_a_service_says_what_it_takes_and_why(
     assert (told["max_rows"], told["decided_by"], told["free_bytes"]) == (size.max_rows, "memory_share", 32 << 20)
     assert told["pool_bytes"] == (size.max_kv_tokens + 1) * told["token_bytes"]
     assert told["bytes_beside"] == service.peak_bytes(size.max_rows)
+    runtime.device.close(5.0)
+
+
+def test_a_pool_that_does_not_hold_the_longest_request_is_told_with_what_would(
+    tiny_model_dir: Callable[[str], Path],
+) -> None:
+    options = {"model": str(tiny_model_dir("llama")), "dtype": "float32", "num_threads": 1}
+    runtime = open_runtime(DecodeSettings(**options, disabled_fast_paths="fused_forwards"))
+    context = runtime.model.max_context_tokens
+    for max_kv_tokens, told in ((9, [(5, context, context + 4)]), (context + 4, [])):
+        settings = DecodeSettings(**options, max_kv_tokens=max_kv_tokens)
+        service = decode_main.memory_beside_pool(settings, runtime, None)
+        with capture_logs() as logs:
+            runtime.size_pool(settings, service, num_in_flight=64, tokens_ahead=4)
+        assert [
+            (line["max_context_tokens"], line["allowed_tokens"], line["needed_kv_tokens"])
+            for line in logs
+            if line["event"] == "pool_shortens_context"
+        ] == told
     runtime.device.close(5.0)
 
 
