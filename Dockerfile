@@ -65,10 +65,10 @@ WORKDIR /var/cache/baton
 
 FROM engine AS prefill
 HEALTHCHECK --interval=10s --timeout=10s --start-period=5m \
-  CMD baton health "127.0.0.1:${BATON_LISTEN##*:}" --service baton.v1.Prefill
+  CMD baton health --address "127.0.0.1:${BATON_LISTEN##*:}" --service baton.v1.Prefill
 CMD ["python", "-m", "prefill_service"]
 
 FROM engine AS decode
 HEALTHCHECK --interval=10s --timeout=10s --start-period=5m \
-  CMD baton health "127.0.0.1:${BATON_LISTEN##*:}" --service baton.v1.Inference
+  CMD baton health --address "127.0.0.1:${BATON_LISTEN##*:}" --service baton.v1.Inference
 CMD ["python", "-m", "decode_service"]

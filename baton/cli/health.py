@@ -13,7 +13,7 @@ from baton.server_info import HealthStatus
 
 
 def health(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of either service.")],
+    address: options.ServiceAddress,
     service: Annotated[
         str, typer.Option(help='"" asks whether it lives; baton.v1.Inference, baton.v1.Prefill whether it serves.')
     ] = "",

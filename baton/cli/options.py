@@ -41,6 +41,14 @@ Address = Annotated[
         f"{DEFAULT_ADDRESS}.",
     ),
 ]
+ServiceAddress = Annotated[
+    str,
+    typer.Option("--address", "-a", envvar="BATON_ADDRESS", help="HOST:PORT of the service, whichever kind it is."),
+]
+ServiceAddresses = Annotated[
+    list[str],
+    typer.Option("--address", "-a", help="HOST:PORT of a service, whichever kind it is; repeatable."),
+]
 
 _TLS = "Connection"
 UseTls = Annotated[bool, typer.Option("--tls", help="Use TLS.", rich_help_panel=_TLS)]
@@ -147,6 +155,12 @@ DecodeArgs = Annotated[
     list[str] | None,
     typer.Option("--decode-arg", help="Passed to decode services, as --decode-arg=--flag=value; repeatable."),
 ]
+
+
+def require_different(addresses: list[str]) -> None:
+    """Raises BadParameter if an address is there twice."""
+    if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
+        raise typer.BadParameter(f"{twice[0]} is named twice", param_hint="--address")
 
 
 @contextmanager

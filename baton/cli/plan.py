@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
 from baton.cli import options
-from baton.cli.output import print_json, reported_errors
+from baton.cli.output import print_json, reported_errors, text_console
 from baton.load_samples import sample_loads
 from baton.planner import MIN_SAMPLES, Advice, Need, advise
 
 
 def plan(
-    addresses: Annotated[list[str], typer.Argument(help="HOST:PORT of every service, of both kinds.")],
+    addresses: options.ServiceAddresses,
     window_s: Annotated[float, typer.Option(min=1.0, max=3600.0, help="How long to watch the load.")] = 60.0,
     interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="Between two looks.")] = 0.5,
     use_tls: options.UseTls = False,
@@ -25,14 +26,16 @@ def plan(
     other_token_file: options.OtherTokenFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Watch the load of running services, and say how many of each kind it wants."""
-    if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
-        raise typer.BadParameter(f"{twice[0]} is named twice", param_hint="ADDRESSES")
+    """Watch the load of running services, and say how many of each kind it wants. Name all services, of both kinds."""
+    options.require_different(addresses)
     if window_s < MIN_SAMPLES * interval_s:
         raise typer.BadParameter(f"is less than {MIN_SAMPLES} times --interval-s", param_hint="--window-s")
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token, other_token = options.read_token(token_file), options.read_token(other_token_file)
-    with reported_errors(as_json):
+    console = text_console()
+    if not as_json:
+        console.print(f"watching for {window_s:g} s: {', '.join(addresses)}", style="dim")
+    with reported_errors(as_json), nullcontext() if as_json else console.status("watching"):
         seen = sample_loads(
             addresses, window_s=window_s, interval_s=interval_s, tls=tls, token=token, other_token=other_token
         )
@@ -45,7 +48,7 @@ def plan(
 
 def _text(advice: Advice) -> str:
     lines = [_need_text("prefill", advice.prefill), _need_text("decode", advice.decode)]
-    lines += [f"switch: baton role {address} {role}" for address, role in advice.switches.items()]
+    lines += [f"switch: baton role --address {address} {role}" for address, role in advice.switches.items()]
     if advice.holds:
         lines.append(f"no change is advised now: {advice.holds}")
     lines += [f"not known: {what}" for what in advice.missing]

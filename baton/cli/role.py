@@ -12,7 +12,7 @@ from baton.roles import START_TIMEOUT_S, Role, RoleChange, RoleClient, RoleState
 
 
 def role(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of the service, whichever kind it is.")],
+    address: options.ServiceAddress,
     wanted: Annotated[
         Role | None, typer.Argument(metavar="[prefill|decode]", help="What it is to be; none: only show.")
     ] = None,
@@ -53,4 +53,5 @@ def _text(address: str, change: RoleChange) -> str:
     role = change.after.role
     if not change.seconds:
         return f"{address}: is a {role} service already"
-    return f"{address}: {change.before} -> {role} in {change.seconds:.1f} s; back: baton role {address} {change.before}"
+    back = f"baton role --address {address} {change.before}"
+    return f"{address}: {change.before} -> {role} in {change.seconds:.1f} s; back: {back}"

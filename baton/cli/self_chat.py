@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def self_chat(
-    address: Annotated[str, typer.Argument(envvar="BATON_ADDRESS", help="HOST:PORT of the decode service.")],
+    address: options.ServiceAddress,
     out: Annotated[Path, typer.Option(help="File to write; one that was begun is continued.")],
     num_conversations: Annotated[int, typer.Option("--conversations", min=1, help="In the file, in the end.")] = 1000,
     openings: Annotated[

@@ -17,8 +17,7 @@ VIEWER = "ui.perfetto.dev"
 
 
 def trace(
-    decode: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a decode service; repeatable.")] = None,
-    prefill: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a prefill service; repeatable.")] = None,
+    addresses: options.ServiceAddresses,
     seconds: Annotated[float, typer.Option(help="How long to record: up to 60.")] = 5.0,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("pair.json.gz"),
     max_events: Annotated[
@@ -33,11 +32,7 @@ def trace(
     as_json: options.Json = False,
 ) -> None:
     """Record for a while what services do, in a file that Perfetto's viewer opens."""
-    addresses = [*(decode or ()), *(prefill or ())]
-    if not addresses:
-        raise typer.BadParameter("name a service at least", param_hint="--decode and --prefill")
-    if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
-        raise typer.BadParameter(f"{twice[0]} is named twice", param_hint="--decode and --prefill")
+    options.require_different(addresses)
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json):

@@ -482,7 +482,7 @@ def _asked(probe: Object) -> tuple[str, int | str]:
     if "httpGet" in probe:
         return probe["httpGet"]["path"], probe["httpGet"]["port"]
     program, health, address, *options = probe["exec"]["command"]
-    assert (program, health) == ("baton", "health"), probe
+    assert (program, health) == ("baton", "health") and address.startswith("--address="), probe
     asked = [option.removeprefix("--service=") for option in options if option.startswith("--service=")]
     return (asked or [""])[0], _port_of(address)
 

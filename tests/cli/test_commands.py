@@ -19,7 +19,9 @@ from typing import Any, Self
 import pytest
 from typer.testing import CliRunner, Result
 
+from baton.cli import plan
 from baton.cli.main import app
+from baton.errors import Unavailable
 from baton.running_pairs import announced
 from baton.v1 import types_pb2
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
@@ -295,9 +297,9 @@ def test_a_word_behind_a_slash_is_a_command_of_chat_and_no_message(server: Scrip
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "127.0.0.1", "127.0.0.1:", "127.0.0.1:99999", "a b:1"])
-@pytest.mark.parametrize("arguments", [("info", "--address"), ("health",), ("trace", "--decode")])
-def test_what_is_no_address_is_refused_in_words_at_once(arguments: tuple[str, ...], address: str) -> None:
-    result = run(*arguments, address)
+@pytest.mark.parametrize("command", ["info", "health", "role", "trace"])
+def test_what_is_no_address_is_refused_in_words_at_once(command: str, address: str) -> None:
+    result = run(command, "--address", address)
     assert (result.exit_code, result.stderr.splitlines()) == (1, [result.stderr.strip()])
     assert result.stderr.startswith(f"INVALID_ARGUMENT: address: '{address}' is not HOST:PORT")
     assert ("leave http:// away" in result.stderr) == address.startswith("http")
@@ -340,7 +342,7 @@ def test_what_else_answers_at_an_address_is_said_and_where_the_pair_is(
                 beside = run(*arguments, "--address", address, stdin="Hi\n").stderr
             assert alone.startswith(f"UNAVAILABLE: {address} {words}") and len(alone.splitlines()) == 1
             assert beside == f"{alone.strip()}; the pair of `baton up` here is at {server.address}\n"
-        assert words in run("health", address).stderr
+        assert words in run("health", "--address", address).stderr
         assert words in run("bench", "--address", address).stderr
 
 
@@ -371,12 +373,23 @@ def test_info_as_json_has_both(server: ScriptedServer) -> None:
     assert (line["model"]["vocab_size"], line["load"]["rows"]["total"]) == (49152, 4)
 
 
+def test_plan_says_what_it_watches_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked(addresses: list[str], **_: Any) -> None:
+        raise Unavailable(f"looked at {addresses}")
+
+    monkeypatch.setattr(plan, "sample_loads", looked)
+    result = run("plan", "-a", "h:1", "-a", "h:2", "--window-s", "30")
+    assert result.stderr == "watching for 30 s: h:1, h:2\nUNAVAILABLE: looked at ['h:1', 'h:2']\n"
+    assert len(json_lines(run("plan", "-a", "h:1", "--json"))) == 1
+    assert "h:1 is named twice" in run("plan", "-a", "h:1", "-a", "h:1").stderr
+
+
 @pytest.mark.parametrize(
     ("service", "said", "status"),
     [("", "serving", 0), ("baton.v1.Inference", "not_serving", 1), ("baton.v1.Nothing", "unknown_service", 1)],
 )
 def test_health_ends_with_the_answer(server: ScriptedServer, service: str, said: str, status: int) -> None:
-    result = run("health", server.address, "--service", service)
+    result = run("health", "--address", server.address, "--service", service)
     assert (result.stdout, result.exit_code) == (f"{said}\n", status)
     explained = f"does not serve {service!r}: a decode service serves baton.v1.Inference"
     assert (explained in result.stderr) == (said == "unknown_service")
@@ -384,6 +397,6 @@ def test_health_ends_with_the_answer(server: ScriptedServer, service: str, said:
 
 def test_health_of_nothing_is_status_1(server: ScriptedServer) -> None:
     server.stop()
-    result = run("health", server.address)
+    result = run("health", "--address", server.address)
     assert result.exit_code == 1
     assert result.stderr.startswith("UNAVAILABLE: ")

@@ -87,4 +87,4 @@ def test_the_command_line_takes_the_same_files(server: ScriptedServer) -> None:
         "--server-name": MUTUAL.server_name,
     }
     arguments = [str(part) for pair in flags.items() for part in pair]
-    assert CliRunner().invoke(app, ["health", server.address, *arguments]).stdout == "serving\n"
+    assert CliRunner().invoke(app, ["health", "--address", server.address, *arguments]).stdout == "serving\n"

@@ -67,7 +67,7 @@ def pair(plain_pair: RunningPair) -> RunningPair:
 def trace(pair: RunningPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The trace of some seconds in which requests come one after the other, and a few are answered."""
     path = tmp_path_factory.mktemp("trace") / "pair.json.gz"
-    services = ["--decode", pair.client.address, "--prefill", pair.prefills[0].address]
+    services = ["--address", pair.client.address, "--address", pair.prefills[0].address]
     is_over, num_answered = threading.Event(), itertools.count()
 
     def ask() -> None:
@@ -192,10 +192,10 @@ def test_loads_are_counters(trace: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "name a service at least"),
-        (["--decode", "127.0.0.1:1", "--prefill", "127.0.0.1:1"], "127.0.0.1:1 is named twice"),
-        (["--decode", "127.0.0.1:1"], "UNAVAILABLE: 127.0.0.1:1: "),
-        (["--decode", "127.0.0.1:1", "--output", "/nowhere/x"], "output: /nowhere/x: there is no such directory"),
+        ([], "Missing option"),
+        (["--address", "127.0.0.1:1", "-a", "127.0.0.1:1"], "127.0.0.1:1 is named twice"),
+        (["--address", "127.0.0.1:1"], "UNAVAILABLE: 127.0.0.1:1: "),
+        (["--address", "127.0.0.1:1", "--output", "/nowhere/x"], "output: /nowhere/x: there is no such directory"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], problem: str) -> None:

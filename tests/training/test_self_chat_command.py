@@ -28,7 +28,8 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def run(server: ScriptedServer, out: Path, model: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["self-chat", server.address, "--out", str(out), "--model", str(model), *options])
+    where = ["--address", server.address, "--out", str(out), "--model", str(model)]
+    return CliRunner().invoke(app, ["self-chat", *where, *options])
 
 
 def test_the_command_writes_the_file(server: ScriptedServer, target_dir: Path, tmp_path: Path) -> None:
