@@ -32,6 +32,8 @@ HEALTH_TIMEOUT_S = 1.0
 GATEWAY_HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
 MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service", "gateway": "gateway"}
+_AWAITS: Mapping[Role, Role] = {"decode": "prefill", "gateway": "decode"}
+"""The kind of service of which each kind of process needs one that is ready."""
 _MISMATCH = "FINGERPRINT_MISMATCH"
 _READ_LOGS = {"log-format": "json"}  # overrides the environment, because the logs are parsed here
 
@@ -45,7 +47,9 @@ class Phase(Enum):
 
 
 OnPhase = Callable[[ServiceProcess, Phase, str], None]
-"""A callback that receives the new phase of a process. The text says why a live process is not ready; "" if unknown."""
+"""A callback that receives the new phase of a process. The text says why a live process is not ready: what it
+waits for while it starts, later what it says itself; "" if unknown.
+"""
 OnWords = Callable[[ServiceProcess, str], None]
 
 
@@ -275,9 +279,10 @@ class PairWatch:
 
     def look_at(self, process: ServiceProcess) -> None:
         phase = self._healths[process].phase() if process.is_running else Phase.STARTING
-        if phase is not self.phases[process]:
+        before = self.phases[process]
+        if phase is not before:
             self.phases[process] = phase
-            self._on_phase(process, phase, self.why_not_ready(process) if phase is Phase.ALIVE else "")
+            self._on_phase(process, phase, self._why(process, before) if phase is Phase.ALIVE else "")
 
     def require_agreement(self, process: ServiceProcess) -> None:
         """Raises PairMismatch when the decode service has found that no prefill service can ever serve it."""
@@ -289,6 +294,16 @@ class PairWatch:
     def why_not_ready(self, process: ServiceProcess) -> str:
         """Returns why the process is not ready, or "" if it has not said."""
         return self._healths[process].why_not_ready()
+
+    def _why(self, process: ServiceProcess, before: Phase) -> str:
+        """Returns why a process is not ready whose phase was `before`.
+
+        One that starts waits for others that start. It would say that it cannot reach them, as if something were wrong.
+        """
+        awaited = [other.name for other in self.phases if other.role == _AWAITS.get(process.role)]
+        if before is Phase.STARTING and awaited:
+            return f"waits for {' or '.join(awaited)}"
+        return self.why_not_ready(process)
 
     def __enter__(self) -> Self:
         return self

@@ -26,7 +26,7 @@ _DECODE_PORT = 50051
 _GATEWAY_LISTEN = "127.0.0.1:8000"
 _PHASES = {
     Phase.STARTING: "does not answer",
-    Phase.ALIVE: "answers, and is not ready",
+    Phase.ALIVE: "is up, not ready",
     Phase.READY: "is ready",
 }
 

@@ -129,7 +129,7 @@ def test_a_service_that_never_becomes_ready_is_named() -> None:
     assert not any(service.is_running for service in pair.services)
 
 
-def test_a_refusal_that_is_cut_is_one_without_a_reason() -> None:
+def test_a_refusal_that_is_cut_is_one_without_a_reason_after_the_start() -> None:
     seen: list[tuple[str, Phase, str]] = []
     pair = LocalPair(
         modules={**MODULES, "gateway": "cut_gateway"},
@@ -147,9 +147,12 @@ def test_a_refusal_that_is_cut_is_one_without_a_reason() -> None:
                 return bool(seen)
 
             wait_until(is_seen)
+            assert watch.why_not_ready(gateway) == ""
+            watch.phases[gateway] = Phase.READY
+            watch.look_at(gateway)
     finally:
         pair.stop()
-    assert seen == [("gateway", Phase.ALIVE, "")]
+    assert seen == [("gateway", Phase.ALIVE, "waits for decode-0"), ("gateway", Phase.ALIVE, "")]
 
 
 def test_a_death_while_serving_is_noticed_and_a_killed_service_starts_again_at_its_address() -> None:

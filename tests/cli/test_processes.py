@@ -301,7 +301,7 @@ def test_a_service_that_answers_and_is_not_ready_says_why(
     up = command("up", "--model=tiny", "--gateway", "--gateway-listen=127.0.0.1:0")
     seen = up.lines_until(lambda line: line["event"] == "phase" and line["name"] == "gateway")
     assert seen[-1]["phase"] == "alive"
-    assert "the decode service" in seen[-1]["why"]
+    assert seen[-1]["why"] == "waits for decode-0"
     whys = {line["name"]: line["why"] for line in seen if line["event"] == "phase" and line["phase"] == "ready"}
     assert set(whys.values()) <= {""}
 
