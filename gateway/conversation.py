@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.text.chat_messages import ChatMessage
@@ -26,6 +26,16 @@ MAX_TOOL_CALLS = 128
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
 _PART_HINTS = frozenset({"type", "cache_control", "annotations", "logprobs"})
 """Fields of a text part that change nothing, beside the type."""
+
+
+def messages_schema(roles: Iterable[str]) -> WithJsonSchema:
+    """Returns the JSON schema of a list of messages that have one of these roles, for the OpenAPI document."""
+    parts = {"type": "array", "items": {"type": "object", "required": ["type"]}}
+    fields = {"role": {"enum": sorted(roles)}, "content": {"anyOf": [{"type": "string"}, parts, {"type": "null"}]}}
+    message = {"type": "object", "required": ["role"], "properties": fields}
+    return WithJsonSchema({"type": "array", "items": message, "minItems": 1})
+
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -146,6 +156,8 @@ def refuse_other_fields(place: str, value: Mapping[str, Any], fields: Set[str]) 
 
 
 def not_empty(place: str, value: Any) -> str:
+    if value is None:
+        raise invalid(place, "is required", code="missing_required_parameter")
     text = string(place, value)
     if not text:
         raise invalid(place, "must not be empty")
@@ -177,7 +189,7 @@ def _part(place: str, part: Any, kinds: Mapping[str, str]) -> str:
     if not isinstance(kind, str):
         raise invalid(place, "must be a text part")
     if (field := kinds.get(kind)) is None:
-        raise kind_not_served(place, kind, "text is")
+        raise kind_not_served(place, kind, f"{' and '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}")
     refuse_other_fields(place, part, _PART_HINTS | {field})
     return string(f"{place}.{field}", part.get(field))
 

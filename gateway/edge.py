@@ -34,6 +34,8 @@ class Edge:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].endswith("/") and scope["path"] != "/":  # some clients add a slash
+            scope = {**scope, "path": scope["path"].removesuffix("/")}
         record = RequestRecord.of(scope)
         scope.setdefault("state", {})["record"] = record
 

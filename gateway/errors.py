@@ -39,7 +39,7 @@ class ApiError(Exception):
     """An error that is sent to the client as the answer.
 
     `param` names the field of the HTTP request. `retry_after_s` becomes a Retry-After header, in addition to `headers`.
-    `messages_text` replaces the message in the Messages API.
+    `messages_text` replaces the message in the Messages API, and `details` tells its clients more.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
         messages_text: str = "",
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(peer_text(message, _MAX_MESSAGE_BYTES))
         self.status = status
@@ -61,6 +62,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.messages_text = messages_text or str(self)
+        self.details = details
         self._headers = dict(headers or {})
 
     @property
@@ -80,7 +82,8 @@ def openai_error(error: ApiError) -> Mapping[str, Any]:
 def messages_error(error: ApiError, request_id: str) -> Mapping[str, Any]:
     """Returns an error as Anthropic's Messages API writes it."""
     kind = _MESSAGES_KINDS.get(error.status, INVALID_REQUEST if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.messages_text}, "request_id": request_id}
+    told = {"type": kind, "message": error.messages_text, "details": error.details}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
@@ -175,8 +178,6 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             if error.reason != _CONTEXT_EXCEEDED:
                 return invalid(param, message)
             return _context_exceeded_of(error, param, message, prompt=params.get("prompt", "prompt"))
-        case grpc.StatusCode.ALREADY_EXISTS:
-            return ApiError(409, message, param="x-request-id", code="duplicate_request_id")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             if error.reason == _QUEUE_FULL:
                 told = error.metadata.get("retry_after_s", "")

@@ -380,6 +380,7 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     """Converts token ids, which are strings as keys of a JSON object, to integers. Raises ApiError for other keys."""
     if bias is None:
         return None
-    if not all(map(_TOKEN_ID.fullmatch, bias)):
-        raise invalid("logit_bias", "its keys are token ids")
+    for key in bias:
+        if not _TOKEN_ID.fullmatch(key):
+            raise invalid("logit_bias", f"{key[:64]!r} is no token id, as its keys must be")
     return {int(token_id): value for token_id, value in bias.items()}

@@ -21,6 +21,8 @@ OBJECT_SCHEMA = json.dumps({"type": "object"})
 
 def _as_text(value: Any) -> Any:
     """Returns a JSON schema as text, if it is an object."""
+    if not isinstance(value, dict | str | None):
+        raise ValueError("must be a JSON schema: an object, or its text")
     return json.dumps(value) if isinstance(value, dict) else value
 
 

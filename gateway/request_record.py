@@ -49,6 +49,8 @@ class RequestRecord:
     """
 
     route: str
+    is_messages_api: bool
+    """Whether the path is one of Anthropic's Messages API."""
     client: str
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     began_s: float = field(default_factory=time.monotonic)
@@ -64,12 +66,9 @@ class RequestRecord:
     @classmethod
     def of(cls, scope: Scope) -> RequestRecord:
         host, _ = scope.get("client") or ("", 0)
-        return cls(route=route_of(scope["path"]), client=network_of(host))
-
-    @property
-    def is_messages_api(self) -> bool:
-        """Whether the route is one of Anthropic's Messages API."""
-        return self.route in MESSAGES_PATHS
+        path = scope["path"]
+        is_messages_api = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+        return cls(route=route_of(path), is_messages_api=is_messages_api, client=network_of(host))
 
     @property
     def elapsed_s(self) -> float:

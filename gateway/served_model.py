@@ -35,9 +35,8 @@ class ModelCard:
     def check(self, name: str) -> None:
         """Raises ApiError 404 unless `name` is one of this model's names."""
         if name not in self.names:
-            raise ApiError(
-                404, f"model: {name[:128]!r} is not served, {self.name!r} is", param="model", code="model_not_found"
-            )
+            served = f"{' and '.join(map(repr, self.names))} {'is' if len(self.names) == 1 else 'are'}"
+            raise ApiError(404, f"model: {name[:128]!r} is not served, {served}", param="model", code="model_not_found")
 
     def as_json(self, name: str) -> dict[str, Any]:
         return {

@@ -10,7 +10,7 @@ from starlette.types import Receive, Send
 
 from baton import AsyncClient
 from baton.errors import BatonError
-from gateway.apis.chat import Messages, TemplateFields, chat_prompt
+from gateway.apis.chat import ChatMessages, TemplateFields, chat_prompt
 from gateway.apis.messages import ConversationFields, conversation_prompt
 from gateway.errors import api_error_of, invalid
 from gateway.fields import RequestFields, parse_fields
@@ -25,7 +25,7 @@ from gateway.served_model import ModelCard
 class TokenizeFields(TemplateFields):
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: ChatMessages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.text.chat_messages import Tool, ToolChoice
 from gateway.conversation import kind_not_served, refuse_other_fields
-from gateway.errors import invalid
+from gateway.errors import invalid, not_served
 
 _NAME = re.compile("[a-zA-Z0-9_-]+")
 _NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": False}
@@ -85,6 +85,9 @@ def _tool(place: str, tool: Any, *, is_flat: bool) -> Tool:
         raise kind_not_served(f"{place}.type", tool.get("type"), '"function" is')
     if is_flat:
         return parse_function(place, {name: value for name, value in tool.items() if name not in _BESIDE})
+    for name in ("name", "description", "parameters", "strict"):
+        if tool.get(name) is not None and name not in _BESIDE:
+            raise not_served(f"{place}.{name}", f"{name} inside function is")
     refuse_other_fields(place, tool, {*_BESIDE, "function"})
     function, place = tool.get("function"), f"{place}.function"
     if not isinstance(function, dict):
@@ -150,9 +153,15 @@ def _chosen(place: str, choice: Any, names: Sequence[str], *, is_flat: bool) -> 
     match function:
         case {"name": str(name)}:
             if name not in names:
-                raise invalid(f"{place}{inner}.name", "is no tool's name")
+                raise invalid(f"{place}{inner}.name", no_tool(name, names))
             return name
     raise invalid(place, f"must be {form}")
+
+
+def no_tool(name: str, names: Sequence[str]) -> str:
+    """Returns the words for the name of a tool that is not among the request's."""
+    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    return f"{name[:64]!r} is no tool's name, {shown} {'is' if len(names) == 1 else 'are'}"
 
 
 def _name(place: str, name: Any, max_chars: int) -> str:

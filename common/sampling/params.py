@@ -42,7 +42,7 @@ class NumberOption:
         above = self.low < value if self.is_low_open else self.low <= value
         if math.isfinite(value) and above and value <= self.high:
             return None
-        return f"{value} is not in {'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
+        return f"{value:.7g} is not in {'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
 
 
 def _number(default: float, *, low: float, high: float, is_low_open: bool = False, help: str) -> Any:

@@ -353,7 +353,9 @@ def _adds_generation_prompt(chat: inference_pb2.Chat) -> bool:
         raise InvalidRequest("chat.add_generation_prompt", "does not go with continue_final_message")
     last = chat.messages[-1]
     if last.role != "assistant" or last.tool_calls or not last.content.strip():
-        raise InvalidRequest("chat.continue_final_message", "the last message is no assistant's words")
+        found = f"a {last.role}'s" if last.role != "assistant" else "one that calls" if last.tool_calls else "empty"
+        wanted = "the last message must be an assistant's, with words and without calls"
+        raise InvalidRequest("chat.continue_final_message", f"{wanted}: it is {found}")
     return False
 
 

@@ -12,7 +12,7 @@ from baton.events import Completion, Delta, Finished, FinishReason, PromptLogpro
 from common.text.chat_messages import ChatMessage, ToolCall
 from common.text.output_formats import OutputFormat
 from gateway.apis.api import Api
-from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, with_token_ids
+from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, stop_reason, with_token_ids
 from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOL_CALLS,
@@ -21,6 +21,7 @@ from gateway.conversation import (
     Thinking,
     at_most,
     max_reasoning_tokens,
+    messages_schema,
     new_call_id,
     not_empty,
     reasoning_fields,
@@ -55,6 +56,9 @@ class ReasoningOptions(StrictFields):
     effort: Effort | None = None
 
 
+ChatMessages = Annotated[Messages, messages_schema(_ROLES)]
+
+
 class TemplateFields(RequestFields):
     """The fields that the chat template sees, besides the messages."""
 
@@ -80,7 +84,7 @@ class TemplateFields(RequestFields):
 
 
 class ChatFields(ChoicesFields, TemplateFields):
-    messages: Messages
+    messages: ChatMessages
     max_completion_tokens: int | None = None
     include_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
@@ -97,6 +101,7 @@ class ChatChoice:
     def __init__(self, index: int, plan: Plan, form: OutputFormat, started: Started) -> None:
         self._index = index
         self._plan = plan
+        self._has_begun = False
         self._parser = OutputParser(
             form,
             functions=plan.functions,
@@ -105,7 +110,7 @@ class ChatChoice:
         )
 
     def opening(self) -> dict[str, Any] | None:
-        return self._chunk({"role": "assistant", "content": ""})
+        return None if self._plan.functions else self._chunk({})  # a call has no content, not an empty one
 
     def prompt(self, event: PromptLogprobs) -> dict[str, Any] | None:
         return None
@@ -118,7 +123,7 @@ class ChatChoice:
 
     def ending(self, finished: Finished) -> dict[str, Any]:
         rest = self._delta(self._parser.end())
-        return self._chunk(rest, reason=self._finish_reason(finished.reason))
+        return self._chunk(rest, reason=self._finish_reason(finished.reason), stop_reason=stop_reason(finished))
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         spoken = self._delta([*self._parser.push(completion.text), *self._parser.end()])
@@ -131,6 +136,7 @@ class ChatChoice:
             "message": message,
             "logprobs": chat_logprobs(completion.logprobs),
             "finish_reason": self._finish_reason(completion.finish_reason),
+            "stop_reason": stop_reason(completion),
         }
         return with_token_ids(choice, completion.token_ids, self._plan)
 
@@ -143,7 +149,8 @@ class ChatChoice:
                 case ReasoningText() if not self._plan.includes_reasoning:
                     pass
                 case ReasoningText():
-                    texts["reasoning_content"] = texts.get("reasoning_content", "") + event.as_line
+                    for name in ("reasoning_content", "reasoning"):  # two names of one thing
+                        texts[name] = texts.get(name, "") + event.as_line
                 case ContentText():
                     texts["content"] = texts.get("content", "") + event.as_line
                 case CallBegun(index, name):
@@ -165,9 +172,20 @@ class ChatChoice:
         *,
         logprobs: Any = None,
         reason: str | None = None,
+        stop_reason: str | int | None = None,
         token_ids: Sequence[int] = (),
     ) -> dict[str, Any]:
-        chunk = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        """Returns a chunk. The first one of the choice says who speaks."""
+        if not self._has_begun:
+            self._has_begun = True
+            delta = {"role": "assistant", "content": None if "tool_calls" in delta else "", **delta}
+        chunk = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
+        }
         return with_token_ids(chunk, token_ids, self._plan)
 
 
@@ -283,6 +301,8 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
 def _message(place: str, message: dict[str, Any]) -> ChatMessage:
     """Parses one message. Raises ApiError, in which `place` names the message, such as "messages[0]"."""
     role = message.get("role")
+    if role is None:
+        raise invalid(f"{place}.role", "is required", code="missing_required_parameter")
     if role == "function":
         raise not_served(f"{place}.role", "tool is")
     if not isinstance(role, str) or role not in _ROLES:

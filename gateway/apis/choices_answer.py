@@ -153,6 +153,11 @@ def finish_reason(reason: FinishReason) -> str:
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
+def stop_reason(ended: Finished | Completion) -> str | int | None:
+    """Returns the stop string, or the id of the stop token, that ended a choice, as vLLM tells it."""
+    return ended.matched_stop
+
+
 def with_token_ids(choice: dict[str, Any], token_ids: Sequence[int], plan: Plan) -> dict[str, Any]:
     return {**choice, "token_ids": list(token_ids)} if plan.returns_token_ids else choice
 

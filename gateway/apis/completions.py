@@ -13,7 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 from baton.events import Completion, Delta, Finished, PromptLogprobs, PromptToken, Started
 from common.text.output_formats import OutputFormat
 from gateway.apis.api import Api
-from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, with_token_ids
+from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, stop_reason, with_token_ids
 from gateway.errors import invalid
 from gateway.fields import ChoicesFields, parse_fields
 from gateway.logprobs import CompletionLogprobs, prompt_logprobs
@@ -73,7 +73,7 @@ class TextChoice:
         return self._choice(delta.text, logprobs=self._logprobs.of(delta.logprobs), token_ids=delta.token_ids)
 
     def ending(self, finished: Finished) -> dict[str, Any]:
-        return self._choice("", reason=finish_reason(finished.reason))
+        return self._choice("", reason=finish_reason(finished.reason), stop_reason=stop_reason(finished))
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         tokens = completion.prompt_logprobs if self._plan.echoes_prompt else ()
@@ -82,6 +82,7 @@ class TextChoice:
             (self._echoed or "") + self._text_of(tokens) + completion.text,
             logprobs=_joined(columns, self._logprobs.of(completion.logprobs)),
             reason=finish_reason(completion.finish_reason),
+            stop_reason=stop_reason(completion),
             token_ids=completion.token_ids,
         )
         if (num_top := self._plan.num_prompt_logprobs) is not None:
@@ -100,9 +101,21 @@ class TextChoice:
         return None if num_top is None or not tokens else self._logprobs.of_prompt(tokens, num_top=num_top)
 
     def _choice(
-        self, text: str, *, logprobs: Any = None, reason: str | None = None, token_ids: Sequence[int] = ()
+        self,
+        text: str,
+        *,
+        logprobs: Any = None,
+        reason: str | None = None,
+        stop_reason: str | int | None = None,
+        token_ids: Sequence[int] = (),
     ) -> dict[str, Any]:
-        choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        choice = {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
+        }
         return with_token_ids(choice, token_ids, self._plan)
 
 
@@ -181,10 +194,17 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
     if all(isinstance(each, str) for each in prompt):
         return tuple(map(TextPrompt, prompt))
     if _are_ids(prompt):
-        return (TokenIdsPrompt(tuple(prompt)),)
+        return (_ids_prompt(prompt),)
     if all(isinstance(each, list) and _are_ids(each) for each in prompt):
-        return tuple(TokenIdsPrompt(tuple(each)) for each in prompt)
+        return tuple(map(_ids_prompt, prompt))
     raise invalid("prompt", _PROMPT_KINDS)
+
+
+def _ids_prompt(token_ids: list[int]) -> TokenIdsPrompt:
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < 1 << 32:
+            raise invalid("prompt", f"{token_id} at index {index} is no token id")
+    return TokenIdsPrompt(tuple(token_ids))
 
 
 def _are_ids(values: list[Any]) -> bool:

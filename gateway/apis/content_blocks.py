@@ -42,6 +42,7 @@ _KINDS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
+ROLES = tuple(_KINDS)
 _BILLING = "x-anthropic-billing-header:"
 """How a block of the system prompt begins that Claude Code sends for Anthropic's billing. It is another one in each
 request, so the model's cache would begin with nothing.

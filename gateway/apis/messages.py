@@ -11,8 +11,16 @@ from baton.events import Delta, Event, Finished, FinishReason
 from common.text.chat_messages import Tool, ToolChoice
 from gateway.apis.api import Admitted, Api
 from gateway.apis.chat import Messages
-from gateway.apis.content_blocks import BlockWriter, chat_of, content_of
-from gateway.conversation import MAX_TOOLS, Thinking, at_most, kind_not_served, reasoning_fields, template_variables
+from gateway.apis.content_blocks import ROLES, BlockWriter, chat_of, content_of
+from gateway.conversation import (
+    MAX_TOOLS,
+    Thinking,
+    at_most,
+    kind_not_served,
+    messages_schema,
+    reasoning_fields,
+    template_variables,
+)
 from gateway.errors import ApiError, invalid, messages_error
 from gateway.fields import GenerationFields, RequestFields, parse_fields
 from gateway.grammar_fields import Constraint, SchemaText, StrictFields, without_null
@@ -20,7 +28,7 @@ from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
 from gateway.request_record import MESSAGES_PATH
 from gateway.sending import ServerEvent
-from gateway.tools import ToolUse, parse_function, tool_names
+from gateway.tools import ToolUse, no_tool, parse_function, tool_names
 
 _MAX_NAME_CHARS = 128
 _TOOL_HINTS = frozenset({"type", "cache_control", "eager_input_streaming"})
@@ -62,7 +70,7 @@ class ConversationFields(RequestFields):
     """The fields of which the prompt is made. Tokens are counted from the same ones."""
 
     model: str
-    messages: Messages
+    messages: Annotated[Messages, messages_schema(ROLES)]
     system: Annotated[Any, _SYSTEM_SCHEMA] = None
     tools: Annotated[list[Any], at_most(MAX_TOOLS)] | None = None
     tool_choice: Annotated[ChosenTool, BeforeValidator(without_null)] | None = None
@@ -70,6 +78,7 @@ class ConversationFields(RequestFields):
     output_config: Annotated[OutputConfig, BeforeValidator(without_null)] | None = None
     cache_control: dict[str, Any] | None = None  # accepted, because what may be cached is cached anyway
     chat_template_kwargs: dict[str, Any] | None = None
+    thread: Any = None
 
     asks_for_nothing: ClassVar = {
         "container": (),
@@ -225,7 +234,12 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[st
 
     Raises ApiError, which names the wrong field.
     """
+    if fields.thread is not None:
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise ApiError(400, "thread: is not served", param="thread", details=details)  # clients go on without it
     messages, params = chat_of(fields.system, fields.messages)
+    if messages[-1].role == "assistant" and not messages[-1].content.strip() and not messages[-1].tool_calls:
+        messages = messages[:-1]  # nothing to go on with: a new answer
     options: dict[str, Any] = {}
     effort = None if fields.output_config is None else fields.output_config.effort
     variables, hints = template_variables(
@@ -253,7 +267,7 @@ def _tool_use(tools: Sequence[Any], chosen: ChosenTool | None) -> ToolUse | None
     if not parsed and chosen.type in ("any", "tool"):
         raise invalid("tool_choice", "is only allowed when tools are specified")
     if chosen.name is not None and chosen.name not in names:
-        raise invalid("tool_choice.name", "is no tool's name")
+        raise invalid("tool_choice.name", no_tool(chosen.name, names))
     if not parsed or chosen.type == "none":
         return None
     choice = ToolChoice(

@@ -45,7 +45,23 @@ from gateway.tools import parse_tools
 
 _INPUT_SCHEMA: JsonSchemaValue = {
     "description": "must be a string or a list of items",
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}],
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
+                    "role": {"enum": ["system", "developer", "user", "assistant"]},
+                    "call_id": {"type": "string"},
+                    "name": {"type": "string"},
+                    "arguments": {"type": "string"},
+                },
+            },
+        },
+    ],
 }
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _MAX_METADATA, _MAX_METADATA_NAME_CHARS, _MAX_METADATA_VALUE_CHARS = 16, 64, 512
@@ -214,7 +230,7 @@ def _num_top_logprobs(fields: ResponseFields) -> int | None:
     """Returns how many likely tokens come with each token, None if no log-probabilities are asked for."""
     for index, name in enumerate(fields.include):
         if name not in (_LOGPROBS, _ENCRYPTED):
-            raise not_served(f"include[{index}]", f'"{_LOGPROBS}" is')
+            raise not_served(f"include[{index}]", f'"{_LOGPROBS}" and "{_ENCRYPTED}" are')
     if _LOGPROBS in fields.include:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
@@ -260,6 +276,8 @@ def _turns(fields: ResponseFields) -> Iterator[Turn]:
     """Yields the messages of the conversation, one for each item. Raises ApiError, which names the wrong item."""
     if fields.instructions:
         yield Turn(ChatMessage("system", fields.instructions), "instructions")
+    if fields.input == "":
+        raise invalid("input", "is empty")
     if isinstance(fields.input, str):
         yield Turn(ChatMessage("user", fields.input), "input")
         return

@@ -30,7 +30,6 @@ FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL")
     ("status", "expected", "kind", "code", "retry_after"),
     [
         (failure(code_pb2.INVALID_ARGUMENT, "bad"), 400, "invalid_request_error", None, None),
-        (failure(code_pb2.ALREADY_EXISTS, "live"), 409, "invalid_request_error", "duplicate_request_id", None),
         (FULL, 429, "rate_limit_error", "overloaded", "1"),
         (
             failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s="7"),

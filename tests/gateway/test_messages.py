@@ -394,7 +394,7 @@ def assert_error(answer: Answer, status: int, kind: str) -> str:
     """Checks the form of an error, and returns its message."""
     error = answer.json
     assert (answer.status, sorted(error), sorted(error["error"])) == (
-        *(status, ["error", "request_id", "type"], ["message", "type"]),
+        *(status, ["error", "request_id", "type"], ["details", "message", "type"]),
     )
     assert (error["type"], error["error"]["type"]) == ("error", kind)
     assert error["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
@@ -577,9 +577,38 @@ def test_a_failure_of_the_decode_service_has_its_type(
         assert_error(here.ask("POST", MESSAGES, {**BODY, "stream": True}), expected, kind)
 
 
+def test_a_thread_is_refused_in_the_form_from_which_the_package_recovers(edge: GatewayHere) -> None:
+    for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+        answer = edge.ask("POST", path, {**BODY, "thread": {"type": "create"}})
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert (answer.status, answer.json["error"]["details"]) == (400, details)
+
+
+def test_an_unknown_path_of_the_api_is_told_in_its_form(edge: GatewayHere) -> None:
+    for path in (f"{MESSAGES}/batches", f"{MESSAGES}/count_tokens/x"):
+        answer = edge.ask("POST", path, BODY)
+        assert (answer.status, answer.json["type"], answer.json["error"]["type"]) == (404, "error", "not_found_error")
+    assert "type" not in edge.ask("POST", "/v1/messages_too", BODY).json
+
+
+@pytest.mark.parametrize("content", ["", [], [text("")], " \n", [text(" "), text("\n")]])
+def test_an_answer_that_says_nothing_yet_is_a_new_one(
+    edge: GatewayHere, scripted: ScriptedServer, content: Any
+) -> None:
+    scripted.inference.script = [started(), finished()]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    assert edge.ask("POST", MESSAGES, {**BODY, "messages": messages}).status == 200
+    chat = scripted.inference.requests.get(timeout=BOUND_S).chat
+    assert ([each.role for each in chat.messages], chat.continue_final_message) == (["user"], False)
+
+
 def test_a_stream_that_fails_ends_with_an_error_event(edge: GatewayHere, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
     *events, last = events_of(edge.ask("POST", MESSAGES, {**BODY, "stream": True}, x_request_id="r"))
     assert [event["type"] for event in events] == ["message_start", "content_block_start", "content_block_delta"]
-    assert last == {"type": "error", "error": {"type": "api_error", "message": "broke"}, "request_id": "r"}
+    assert last == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "broke", "details": None},
+        "request_id": "r",
+    }
     wait_until(lambda: edge.metric("baton_gateway_requests_total", route=MESSAGES, status="500") == 1)

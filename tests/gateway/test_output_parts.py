@@ -63,8 +63,8 @@ def test_calls_that_the_length_cut_off_end_for_that_reason() -> None:
 
 def test_a_streamed_call_begins_with_its_name_and_goes_on_with_arguments() -> None:
     pieces = ["<tool_call>", '{"name": "look_up",', ' "arguments": {"ci', 'ty": "Rome"}', "}</tool_call>"]
-    opening, begun, more, last = chunks(pieces)
-    assert opening["delta"] == {"role": "assistant", "content": ""}
+    begun, more, last = chunks(pieces)
+    assert (begun["delta"]["role"], begun["delta"]["content"]) == ("assistant", None)
     (call,) = begun["delta"]["tool_calls"]
     assert call == {
         "index": 0,
@@ -83,8 +83,8 @@ def test_text_that_was_held_back_comes_with_the_end() -> None:
 
 def test_a_stream_has_all_token_ids_of_held_text() -> None:
     parts = chunks(["<tool_call>", '{"name": ', '"stop"}'], return_token_ids=True)
-    assert [part["token_ids"] for part in parts[1:-1]] == [[0], [1], [2]]
-    assert [part["delta"] for part in parts[1:3]] == [{"content": ""}] * 2
+    assert [part["token_ids"] for part in parts[:-1]] == [[0], [1], [2]]
+    assert [part["delta"] for part in parts[:2]] == [{"role": "assistant", "content": ""}, {"content": ""}]
 
 
 # ---- over HTTP --------------------------------------------------------------------------------------------------

@@ -129,19 +129,19 @@ def part(content: Any) -> dict[str, Any]:
         (part([{"type": "refusal", "refusal": "no"}]), "messages[0].content[0]", "unsupported_parameter"),
         (calls("x"), "messages[1].tool_calls", None),
         (calls(["x"]), "messages[1].tool_calls[0]", None),
-        (calls([CALL, {**CALL, "id": None}]), "messages[1].tool_calls[1].id", None),
+        (calls([CALL, {**CALL, "id": None}]), "messages[1].tool_calls[1].id", "missing_required_parameter"),
         (calls([{**CALL, "id": ""}]), "messages[1].tool_calls[0].id", None),
         (calls([{**CALL, "type": "custom"}]), "messages[1].tool_calls[0].type", "unsupported_parameter"),
         (calls([{**CALL, "type": ["function"]}]), "messages[1].tool_calls[0].type", "unsupported_parameter"),
         (calls([{**CALL, "custom": {}}]), "messages[1].tool_calls[0].custom", "unsupported_parameter"),
         (calls([{**CALL, "function": None}]), "messages[1].tool_calls[0].function", None),
-        (calls([function(name=None)]), "messages[1].tool_calls[0].function.name", None),
+        (calls([function(name=None)]), "messages[1].tool_calls[0].function.name", "missing_required_parameter"),
         (calls([function(name="")]), "messages[1].tool_calls[0].function.name", None),
         (calls([function(arguments=None)]), "messages[1].tool_calls[0].function.arguments", None),
         (calls([function(arguments={"a": 1})]), "messages[1].tool_calls[0].function.arguments", None),
         (calls([function(output="x")]), "messages[1].tool_calls[0].function.output", "unsupported_parameter"),
         (calls([CALL, CALL]), "messages[1].tool_calls", None),
-        (calls([CALL], {"role": "tool", "content": "7"}), "messages[2].tool_call_id", None),
+        (calls([CALL], {"role": "tool", "content": "7"}), "messages[2].tool_call_id", "missing_required_parameter"),
         (calls([CALL], {"role": "tool", "tool_call_id": 1, "content": "7"}), "messages[2].tool_call_id", None),
         (calls([CALL], {"role": "tool", "tool_call_id": "y", "content": "7"}), "messages[2].tool_call_id", None),
         (calls([CALL], {"role": "tool", "tool_call_id": "x"}), "messages[2].content", None),
@@ -376,11 +376,57 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        (CHAT, {"frequency_penalty": 2.3}, "frequency_penalty: 2.3 is not in [-2, 2]"),
+        (CHAT, {"min_p": 1.1}, "min_p: 1.1 is not in [0, 1]"),
+        ("/v1/completions", {"prompt": [3, -5]}, "prompt: -5 at index 1 is no token id"),
+        ("/v1/completions", {"prompt": [[1], [1 << 32]]}, "prompt: 4294967296 at index 0 is no token id"),
+        (CHAT, {"logit_bias": {"1": 1, "foo": 1}}, "logit_bias: 'foo' is no token id, as its keys must be"),
+        (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role: is required"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            "response_format.json_schema.schema: must be a JSON schema: an object, or its text",
+        ),
+        (CHAT, {"tools": [{**TOOL, "strict": True}]}, "tools[0].strict: is not served, strict inside function is"),
+        (
+            CHAT,
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name: 'g' is no tool's name, 'f' is",
+        ),
+        (
+            CHAT,
+            {"continue_final_message": True},
+            "continue_final_message: the last message must be an assistant's, with words and without calls: it is a user's",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+            "input[0].content[0]: text is not served, input_text and output_text and refusal are",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "include": ["x"]},
+            'include[0]: is not served, "message.output_text.logprobs" and "reasoning.encrypted_content" are',
+        ),
+        ("/v1/responses", {"input": ""}, "input: is empty"),
+    ],
+)
+def test_words_name_what_was_sent_and_what_would_do(
+    gateway: GatewayHere, path: str, fields: dict[str, Any], words: str
+) -> None:
+    said = {} if "input" in fields or "prompt" in fields else {"messages": MESSAGES}
+    refused = gateway.ask("POST", path, {"model": "tiny", **said, **fields})
+    assert (refused.status, refused.error["message"]) == (400, words)
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
         ("GET", "/v1/embeddings", 404, "unknown_url"),
         ("POST", "/nope", 404, "unknown_url"),
-        ("POST", "/v1/chat/completions/", 404, "unknown_url"),
+        ("POST", "/v1/chat/completions//", 404, "unknown_url"),
         ("GET", CHAT, 405, "wrong_method"),
         ("DELETE", "/v1/models", 405, "wrong_method"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
