@@ -182,6 +182,8 @@ class _BoundedConnection(H11Protocol):
         self._paced_until_s = min(paced_until_s, now_s + limits.body_window_s)
 
     def _see_head(self) -> None:
+        if self._is_lingering:
+            return
         if self._has_request:
             self._head_alarm.stop()
         if self._has_request and not self.cycle.more_body:

@@ -37,6 +37,8 @@ from baton.v1 import inference_pb2
 from common.rpc.reads import whole_read
 from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 
+_BUSY_S = 0.1
+
 
 class AsyncEventStream(AsyncIterator[Event]):
     """The events of one generation. Closing it, leaving its `async with` block or dropping it cancels the call."""
@@ -326,7 +328,7 @@ class AsyncClient:
             chat_options=chat_options,
         )
         try:
-            answer = await self._ask(lambda server: server.inference.Tokenize, request)
+            answer = await self._ask(lambda server: server.inference.Tokenize, request, answers_at_once=False)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
         return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
@@ -335,7 +337,7 @@ class AsyncClient:
         """Returns the text of these tokens. Special tokens appear in it by their names."""
         request = detokenize_request(token_ids)
         try:
-            answer = await self._ask(lambda server: server.inference.Detokenize, request)
+            answer = await self._ask(lambda server: server.inference.Detokenize, request, answers_at_once=False)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
         return str(answer.text)
@@ -365,23 +367,26 @@ class AsyncClient:
         """Cancels the open calls and closes the connections."""
         await self._servers.close()
 
-    async def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
-        """Calls a method of a server, and returns its answer. While a server does not answer, another is asked."""
+    async def _ask(self, method_of: Callable[[Server], Any], request: Any, *, answers_at_once: bool = True) -> Any:
+        """Calls a method of a server, and returns its answer. If a server whose method `answers_at_once` does not,
+        another one is asked.
+        """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None
         hung: Unavailable | None = None
         while True:
             left_s = max(0.0, give_up_s - time.monotonic())
             server = await self._servers.take_when_ready(avoided=server, timeout_s=left_s)
+            left_s = max(0.0, give_up_s - time.monotonic())
+            timeout_s = min(left_s, ANSWER_TIMEOUT_S) if answers_at_once else left_s
             try:
-                call = method_of(server)(request, timeout=max(0.0, give_up_s - time.monotonic()))
-                if await _answers(call, ANSWER_TIMEOUT_S):
-                    return await call
-                hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                return await method_of(server)(request, timeout=timeout_s)
             except grpc.RpcError as error:
-                if hung is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or (timeout_s == left_s and hung is None):
+                    raise
+                hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                if timeout_s == left_s:
                     raise hung from None
-                raise
             finally:
                 self._servers.give_back(server)
 
@@ -398,10 +403,15 @@ async def _answers(call: Any, timeout_s: float) -> bool:
     """Waits until the head of the call's answer has come, or the call has failed. Returns False, and cancels the call,
     if neither happens in time.
     """
+    head = asyncio.ensure_future(call.initial_metadata())
     try:
-        async with asyncio.timeout(timeout_s):
-            await call.initial_metadata()
-    except TimeoutError:
-        call.cancel()
-        return False
-    return True
+        # The second wait is for a head that came while the event loop was busy with something else.
+        for wait_s in (timeout_s, _BUSY_S):
+            done, _ = await asyncio.wait((head,), timeout=wait_s)
+            if done:
+                await head
+                return True
+    finally:
+        head.cancel()
+    call.cancel()
+    return False

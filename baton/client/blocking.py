@@ -330,7 +330,7 @@ class Client:
             chat_options=chat_options,
         )
         try:
-            answer = self._ask(lambda server: server.inference.Tokenize, request)
+            answer = self._ask(lambda server: server.inference.Tokenize, request, answers_at_once=False)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
         return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
@@ -339,7 +339,7 @@ class Client:
         """Returns the text of these tokens. Special tokens appear in it by their names."""
         request = detokenize_request(token_ids)
         try:
-            answer = self._ask(lambda server: server.inference.Detokenize, request)
+            answer = self._ask(lambda server: server.inference.Detokenize, request, answers_at_once=False)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
         return str(answer.text)
@@ -371,23 +371,26 @@ class Client:
         self._servers.close()
 
     @uninterrupted
-    def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
-        """Calls a method of a server, and returns its answer. While a server does not answer, another is asked."""
+    def _ask(self, method_of: Callable[[Server], Any], request: Any, *, answers_at_once: bool = True) -> Any:
+        """Calls a method of a server, and returns its answer. If a server whose method `answers_at_once` does not,
+        another one is asked.
+        """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None
         hung: Unavailable | None = None
         while True:
             left_s = max(0.0, give_up_s - time.monotonic())
             server = self._servers.take_when_ready(avoided=server, timeout_s=left_s)
+            left_s = max(0.0, give_up_s - time.monotonic())
+            timeout_s = min(left_s, ANSWER_TIMEOUT_S) if answers_at_once else left_s
             try:
-                call = method_of(server).future(request, timeout=max(0.0, give_up_s - time.monotonic()))
-                if _answers(call, ANSWER_TIMEOUT_S):
-                    return call.result()
-                hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                return method_of(server)(request, timeout=timeout_s)
             except grpc.RpcError as error:
-                if hung is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or (timeout_s == left_s and hung is None):
+                    raise
+                hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                if timeout_s == left_s:
                     raise hung from None
-                raise
             finally:
                 self._servers.give_back(server)
 
@@ -412,7 +415,8 @@ def _answers(call: Any, timeout_s: float) -> bool:
 
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # the system has no more threads: gRPC's keepalive bounds the wait
+        timer.start()
     try:
         call.initial_metadata()
     finally:

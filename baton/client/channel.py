@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -90,25 +91,16 @@ class _Authorized:
         self._metadata = (("authorization", f"Bearer {token}"),)
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return _Method(self._channel.unary_unary(*args, **options), self._metadata)
+        return partial(self._call, self._channel.unary_unary(*args, **options))
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return _Method(self._channel.unary_stream(*args, **options), self._metadata)
+        return partial(self._call, self._channel.unary_stream(*args, **options))
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return _Method(self._channel.stream_stream(*args, **options), self._metadata)
+        return partial(self._call, self._channel.stream_stream(*args, **options))
 
-
-class _Method:
-    def __init__(self, method: Any, metadata: Metadata) -> None:
-        self._method = method
-        self._metadata = metadata
-
-    def __call__(self, *args: Any, metadata: Metadata = (), **options: Any) -> Any:
-        return self._method(*args, metadata=(*self._metadata, *metadata), **options)
-
-    def future(self, *args: Any, **options: Any) -> Any:
-        return self._method.future(*args, metadata=self._metadata, **options)
+    def _call(self, method: Any, *args: Any, metadata: Metadata = (), **options: Any) -> Any:
+        return method(*args, metadata=(*self._metadata, *metadata), **options)
 
 
 def _read(field: str, path: Path | None) -> bytes | None:

@@ -130,7 +130,9 @@ class Generation:
         """
         if self._waiting_since_s is None:
             self._waiting_since_s = self._clock()
-        return READY_TIMEOUT_S if self._limit_s is None else min(ANSWER_TIMEOUT_S, self._limit_s)
+        if self._limit_s is None:
+            return READY_TIMEOUT_S
+        return min(ANSWER_TIMEOUT_S, self._limit_s) if self._waits_for_a_place else ANSWER_TIMEOUT_S
 
     def answered(self) -> None:
         """Must be called when the head of the current call's answer has come."""

@@ -42,6 +42,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.call_ended = threading.Event()
         self.ended_calls: queue.Queue[None] = queue.Queue()
         self.hangs = False
+        self.tokenizing_s = 0.0
+        self.is_tokenizing = threading.Event()
         self.unanswered: queue.Queue[str] = queue.Queue()  # names of methods
 
     def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
@@ -84,6 +86,14 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             has_reasoning=self.has_reasoning,
             chat_template_variables=self.template_variables,
         )
+
+    def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
+        self.is_tokenizing.set()
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        if ended.wait(self.tokenizing_s):
+            self.ended_calls.put(None)
+        return inference_pb2.TokenizeResponse(token_ids=[1])
 
     def GetLoad(self, request: Any, context: Any) -> inference_pb2.GetInferenceLoadResponse:
         self._answer("GetLoad", context)

@@ -19,7 +19,8 @@ import pytest
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2
 
-from baton import Client, errors
+from baton import AsyncClient, Client, errors
+from baton.client import asynchronous, blocking
 from baton.client.asynchronous import AsyncEventStream
 from baton.client.blocking import EventStream
 from baton.client.generation import Generation
@@ -448,6 +449,25 @@ async def test_a_server_that_hangs_is_passed_over(scripted: list[ScriptedServer]
     for _ in range(3):
         assert (await client.complete("Hi")).request_id == other.address
     assert hung.inference.unanswered.empty()
+
+
+async def test_a_server_that_works_for_long_is_not_one_that_hangs(
+    server: ScriptedServer, open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (asynchronous, blocking):
+        monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.2)
+    server.inference.tokenizing_s = 0.5
+    client = open_client(server.address)
+    assert (await client.call("tokenize", "Hi")).token_ids == (1,)
+
+
+async def test_a_small_call_that_is_cancelled_ends_at_the_server_too(server: ScriptedServer) -> None:
+    server.inference.tokenizing_s = BOUND_S
+    async with AsyncClient(server.address) as client:
+        asked = asyncio.create_task(client.tokenize("Hi"))
+        await asyncio.to_thread(server.inference.is_tokenizing.wait, BOUND_S)
+        asked.cancel()
+        await asyncio.to_thread(server.inference.ended_calls.get, timeout=BOUND_S / 2)
 
 
 @pytest.mark.parametrize("call", ["complete", "load"])

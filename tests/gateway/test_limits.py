@@ -110,6 +110,15 @@ def test_who_sends_on_after_the_answer_is_cut_off(loop: LoopThread, scripted: Sc
             while True:
                 connection.send(bytes(65536))
         connection.close()
+        with socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as damaged:
+            head = post(BODY, "transfer-encoding: chunked").partition(b"content-length")[0]
+            damaged.sendall(head + b"\r\n1\r\n{\r\n")
+            wait_until(lambda: gateway.metric("baton_gateway_reading_requests") == 1)
+            damaged.sendall(b"zz\r\n")
+            assert damaged.makefile("rb").read().startswith(b"HTTP/1.1 400")
+            with pytest.raises(ConnectionError):
+                while True:
+                    damaged.send(b" ")
 
 
 def test_a_body_that_does_not_come_is_given_up(loop: LoopThread, scripted: ScriptedServer) -> None:
