@@ -15,6 +15,7 @@ _FILE = "file:///"
 _NOT_IN_A_HOST = frozenset(" /?#@[]")
 _MAX_PORT = 65535
 _CONNECT_TIMEOUT_S = 1.0
+_PRIVATE_DOMAINS = frozenset({"localhost", "localdomain", "local", "internal"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +151,13 @@ def host_of_authority(authority: str) -> str:
 
 
 def names_this_machine(host: str) -> bool:
-    """Returns whether only this machine can go by this host, in a request that came over loopback: an IP address,
-    localhost, or the machine's own name. A web page's domain is none of these, whatever address it resolves to.
+    """Returns whether a request that came over loopback may name this host: an IP address, a name without a dot, or one
+    below a domain that is no public one. A web page's domain is none of these, whatever address it resolves to.
     """
     try:
         ip_address(host)
     except ValueError:
-        return host == "localhost" or host.endswith(".localhost") or host == socket.gethostname().lower()
+        return "." not in host or host.rpartition(".")[2] in _PRIVATE_DOMAINS or host == socket.gethostname().lower()
     return True
 
 

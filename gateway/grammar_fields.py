@@ -94,6 +94,8 @@ class StructuredOutputs(StrictFields):
             raise ValueError("needs json, regex, choice, grammar, or json_object that is true")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError("disable_any_whitespace does not go with whitespace_pattern")
+        if self.whitespace_pattern is not None and not (self.schema_text or self.json_object):
+            raise ValueError("whitespace_pattern goes with json and json_object")
         return self
 
     def meant(self, schema_text: str | None) -> str | None:
@@ -164,7 +166,8 @@ def _with_options(schema_text: str | None, **options: Any) -> str | None:
     if schema is None:
         return schema_text
     before = schema.get(SCHEMA_OPTIONS)
-    return json.dumps({**schema, SCHEMA_OPTIONS: {**(before if isinstance(before, dict) else {}), **options}})
+    options = {**(before if isinstance(before, dict) else {}), **options}
+    return json.dumps({**schema, SCHEMA_OPTIONS: options}, ensure_ascii=False)
 
 
 def _language(grammar: str | None) -> Literal["ebnf", "lark"]:

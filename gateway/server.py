@@ -75,7 +75,7 @@ class GatewayServer:
             status=self._status,
             tracer=tracer,
             cors_origins=settings.cors_origins,
-            allowed_hosts=settings.allowed_hosts or (() if is_loopback(settings.listen) else ("*",)),
+            allowed_hosts=settings.allowed_hosts or (() if is_loopback(settings.listen) and not api_keys else ("*",)),
             status_needs_key=settings.status_needs_key,
         )
         wanted = max(MAX_CONNECTIONS, 2 * settings.max_open_requests)

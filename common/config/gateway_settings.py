@@ -36,7 +36,7 @@ class GatewaySettings(ProcessSettings):
     cors_origins: Origins = ()
     """Web origins whose pages may call the gateway from a browser, with commas; * for all."""
     allowed_hosts: Names = ()
-    """Hosts that requests may name, with commas; * for any. Unset: any, but on loopback only this machine's own."""
+    """Hosts that requests may name, with commas; * for any. Unset: any, on loopback without keys this machine's."""
     served_model_name: Names = ()
     """Names of the model in the HTTP API, with commas; answers have the first. Unset: what decode calls it."""
     max_request_bytes: RequestBytes = 4 << 20

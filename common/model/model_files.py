@@ -369,7 +369,7 @@ def read_tokenizer(directory: Path) -> Any | None:
 
     If there is a tokenizer.json, texts are normalised, split and merged as it says. Many classes of transformers take
     only the vocabulary from it and have their own rules, so of such a class only the default special tokens are kept,
-    as far as the files hold them.
+    as far as the files add them to the vocabulary.
     """
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
@@ -378,10 +378,10 @@ def read_tokenizer(directory: Path) -> Any | None:
     only = f" is {there[0]} without {_TOKENIZER_FILES[0]}, which has to be added here" if is_converted else ""
     with model_faults(f"{directory.name}: its tokenizer{only}"):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
-        stored = None if type(tokenizer) is TokenizersBackend else _stored_tokens(directory)
-        if stored is not None:
+        added = None if type(tokenizer) is TokenizersBackend else _added_tokens(directory)
+        if added is not None:
             named = tokenizer.special_tokens_map.items()
-            special: dict[str, Any] = {name: token for name, token in named if token in stored}
+            special: dict[str, Any] = {name: token for name, token in named if token in added}
             tokenizer = TokenizersBackend.from_pretrained(str(directory), trust_remote_code=False, **special)
     return tokenizer
 
@@ -408,13 +408,20 @@ def _stored_tokens(directory: Path) -> set[str] | None:
     added ones. Returns None if there is no tokenizer.json.
     """
     path = directory / _TOKENIZER_FILES[0]
+    if (added := _added_tokens(directory)) is None:
+        return None
+    with model_faults(f"{directory.name}/{path.name}"):
+        vocabulary = read_object(path)["model"]["vocab"]  # by token, or pairs of token and score
+        return added | (set(vocabulary) if isinstance(vocabulary, dict) else {str(token) for token, _ in vocabulary})
+
+
+def _added_tokens(directory: Path) -> set[str] | None:
+    """Returns the texts of the tokens that the files add to the vocabulary. Returns None without tokenizer.json."""
+    path = directory / _TOKENIZER_FILES[0]
     if not path.exists():
         return None
     with model_faults(f"{directory.name}/{path.name}"):
-        content = read_object(path)
-        vocabulary = content["model"]["vocab"]  # by token, or pairs of token and score
-        words = set(vocabulary) if isinstance(vocabulary, dict) else {str(token) for token, _ in vocabulary}
-        words |= {added["content"] for added in content.get("added_tokens", ())}
+        words = {added["content"] for added in read_object(path).get("added_tokens", ())}
     settings, more = (directory / name for name in (_TOKENIZER_SETTINGS, _ADDED_TOKENS))
     with model_faults(f"{directory.name}: its tokenizer"):
         if settings.exists():

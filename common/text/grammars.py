@@ -89,6 +89,8 @@ _LARK_PART = re.compile(
 """Matches strings, regular expressions, comments and token names in a Lark grammar, in which a keyword does not count,
 and the keywords that JSON follows.
 """
+_BLANKS = re.compile(r"(?: |\n|\r|\t|\\[nrt]|[\[\]()|*+?]|\{[0-9]*,?[0-9]*\})*")
+"""Matches a regular expression of JSON's blanks."""
 AnyT = TypeVar("AnyT")
 _Place: TypeAlias = "tuple[_Place, str] | None"
 """The place of a value in a schema: the place of what contains it, and its name or index there. None is the schema."""
@@ -615,6 +617,9 @@ def _options(asked: Any) -> Any:
     pattern, flexible = given.whitespace_pattern, given.whitespace_flexible
     if [type(pattern), type(flexible)] != [str, bool]:
         raise GrammarRefused(f"{SCHEMA_OPTIONS}: has a value of a wrong type")
+    pattern = pattern.replace(r"\s", r"[ \n\r\t]")
+    if not _BLANKS.fullmatch(pattern):
+        raise GrammarRefused(f"{SCHEMA_OPTIONS}: whitespace_pattern may match spaces, tabs and line ends only")
     whitespace = {"whitespace_pattern": pattern} if flexible else {"whitespace_flexible": False}
     return {**_JSON_OPTIONS, **whitespace}
 

@@ -1,8 +1,8 @@
 """Closes the objects of a JSON schema: those that declare properties have no others, unless the schema says otherwise.
 
 JSON Schema leaves such objects open, and a model then goes on to invent keys. Where several schemas describe one object
-together, each of them declares only a part of its properties, so none of them is closed. Neither is one that requires
-properties that it does not declare.
+together, the outermost is closed for the properties that all of them declare. An object stays open if it requires
+properties that it does not declare, and everything does if a reference is not understood.
 """
 
 from __future__ import annotations
@@ -18,34 +18,56 @@ _ADDS = frozenset(
     | {"dependentSchemas", "dependencies", "if", "then", "else", "not"}
 )
 """Keywords by which a schema says something about an object beside the schemas that it names."""
+_MAX_NAMED = 1000
+"""The most schemas that are looked at for one object."""
 
 
 def close_objects(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> None:
     """Adds `additionalProperties: false` where it is meant. `schemas` are `schema` and all schemas inside it."""
     schemas = list(schemas)
-    joint: set[int] = set()
+    if any("$ref" in part and referred(schema, part["$ref"]) is None for part in schemas):
+        return
+    joint: dict[int, list[dict[str, Any]]] = {}
+    members: set[int] = set()
     for part in schemas:
         named = list(_named(part, schema))
         alternatives = sum(keyword in part for keyword in _ALTERNATIVES)
         others = len(named) - sum(len(part[each]) for each in _ALTERNATIVES if isinstance(part.get(each), list))
         if named and (not _ADDS.isdisjoint(part) or alternatives + others > 1):
-            _join(part, schema, joint)
-    for part in schemas:
-        declared, required = part.get("properties"), part.get("required", [])
-        if id(part) in joint or not _SAYS_OTHERWISE.isdisjoint(part) or not isinstance(declared, dict):
-            continue
-        if isinstance(required, list) and all(name in declared for name in required):
-            part["additionalProperties"] = False
+            joint[id(part)] = _all_named(part, schema)
+            members.update(id(each) for each in joint[id(part)][1:])
+    closed = [(part, joint.get(id(part), [part])) for part in schemas if id(part) not in members]
+    for part, described in [each for each in closed if _is_closed(each[1])]:
+        if len(described) > 1:
+            names: dict[str, Any] = {name: {} for each in described for name in each.get("properties", {})}
+            part["properties"] = {**names, **part.get("properties", {})}
+        part["additionalProperties"] = False
 
 
-def _join(part: dict[str, Any], schema: dict[str, Any], joint: set[int]) -> None:
-    """Adds a schema to those that describe an object together with others, and all schemas that it names."""
+def _is_closed(described: Iterable[dict[str, Any]]) -> bool:
+    """Returns whether an object that these schemas describe together is meant to have their properties only."""
+    described = list(described)
+    declared = [each["properties"] for each in described if "properties" in each]
+    required = [each.get("required", []) for each in described]
+    if not declared or not all(isinstance(each, dict) for each in declared) or len(described) >= _MAX_NAMED:
+        return False
+    if any(not isinstance(names, list) for names in required):
+        return False
+    names = {name for each in declared for name in each}
+    is_said = any(not _SAYS_OTHERWISE.isdisjoint(each) for each in described)
+    return not is_said and all(isinstance(name, str) and name in names for each in required for name in each)
+
+
+def _all_named(part: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a schema, and all schemas that describe the same value because it names them."""
+    found = {id(part): part}
     waiting = [part]
-    while waiting:
-        each = waiting.pop()
-        if id(each) not in joint:
-            joint.add(id(each))
-            waiting += _named(each, schema)
+    while waiting and len(found) < _MAX_NAMED:
+        for each in _named(waiting.pop(), schema):
+            if id(each) not in found:
+                found[id(each)] = each
+                waiting.append(each)
+    return list(found.values())
 
 
 def _named(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -59,15 +81,16 @@ def _named(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, A
     for keyword in ("dependentSchemas", "dependencies"):
         if isinstance(by_name := part.get(keyword), dict):
             yield from (each for each in by_name.values() if isinstance(each, dict))
-    if isinstance(reference := part.get("$ref"), str) and (found := _referred(schema, reference)) is not None:
+    if (found := referred(schema, part.get("$ref"))) is not None:
         yield found
 
 
-def _referred(schema: dict[str, Any], reference: str) -> dict[str, Any] | None:
-    """Returns the schema that a `$ref` leads to, or None if there is none here."""
-    start, _, path = unquote(reference).partition("#")
+def referred(schema: dict[str, Any], reference: Any) -> dict[str, Any] | None:
+    """Returns the schema that a `$ref` in `schema` leads to, or None if it is not understood."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
     found: Any = schema
-    for name in [] if start or not path else path.removeprefix("/").split("/"):
+    for name in unquote(reference).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
             found = found.get(name)
@@ -75,4 +98,4 @@ def _referred(schema: dict[str, Any], reference: str) -> dict[str, Any] | None:
             found = found[int(name)]
         else:
             return None
-    return found if isinstance(found, dict) and not start else None
+    return found if isinstance(found, dict) else None

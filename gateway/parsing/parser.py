@@ -15,11 +15,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 import jiter
 
 from common.grammar.reasoning import SPACE
+from common.text.json_objects import referred
 from common.text.output_formats import (
     ARGUMENTS,
     CALL_ID,
@@ -497,7 +497,7 @@ class _Allowed:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and not any(self._is_same(value, each) for each in values):
             return False
-        if isinstance(reference := schema.get("$ref"), str) and not allows(_referred(self._root, reference)):
+        if isinstance(reference := schema.get("$ref"), str) and not allows(self._referred(reference)):
             return False
         for keyword, of in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             if isinstance(branches := schema.get(keyword), list) and not of(map(allows, branches)):
@@ -509,20 +509,13 @@ class _Allowed:
             for key, each in value.items()
         )
 
+    def _referred(self, reference: str) -> Any:
+        return referred(self._root, reference) if isinstance(self._root, dict) else None
+
     def _is_same(self, value: Any, other: Any) -> bool:
         if self._by_type:
             return any(is_of(value) and is_of(other) for is_of in _IS_OF_TYPE.values())
         return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _referred(root: Any, reference: str) -> Any:
-    """Returns the part of a schema that a reference such as `#/$defs/City` names, or None."""
-    if not reference.startswith("#"):
-        return None
-    part = root
-    for name in filter(None, unquote(reference[1:]).split("/")):
-        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
-    return part
 
 
 def _refuse(constant: str) -> None:

@@ -68,6 +68,7 @@ ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\
         ("lark", "start: nothing", "nothing"),
         ("lark", 'start: "{" %json ' + json.dumps(SLOW), "multipleOf"),
         ("lark", 'start: %json {"x-guidance": {"whitespace_pattern": 1}}', "x-guidance"),
+        ("lark", 'start: %json {"x-guidance": {"whitespace_pattern": "[ x]"}}', "spaces, tabs and line ends only"),
         ("lark", "start: %json [", "is not JSON"),
         ("lark", 'start: %json {"enum": ["' + "x" * 70_000 + '"]}', "characters, more than"),
         ("lark", "start: " + '"a" ' * 5000, "characters, more than"),
@@ -161,6 +162,7 @@ async def test_what_looks_like_a_keyword_or_a_schema_is_served(edge: Edge, field
 
 
 OF_A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+B = {"type": "object", "properties": {"b": {"type": "integer"}}}
 Z = {"type": "object", "properties": {"z": {"type": "integer"}}}
 
 
@@ -182,6 +184,10 @@ Z = {"type": "object", "properties": {"z": {"type": "integer"}}}
         ({**OF_A, "required": ["z"]}, False),
         ({"allOf": [OF_A, Z]}, False),
         ({**OF_A, "anyOf": [Z, {"required": ["a"]}]}, False),
+        ({"allOf": [OF_A, B]}, True),
+        ({**OF_A, "anyOf": [{"required": ["a"]}, B]}, True),
+        ({"allOf": [{"$ref": "#/$defs/x"}, B], "$defs": {"x": OF_A}}, True),
+        ({"allOf": [{"$ref": "#x"}, B], "$defs": {"x": {**OF_A, "$anchor": "x"}}}, False),
         ({"allOf": [{"$ref": "#/$defs/x"}, {"required": ["z"]}], "$defs": {"x": OF_A}}, False),
     ],
 )
@@ -205,6 +211,7 @@ def test_an_object_that_declares_properties_is_closed_unless_it_says_otherwise(
         ({}, '{"a": 1 }', '{"a":     1}'),
         ({"whitespace_pattern": "[ ]?"}, '{"a": 1}', '{"a":  1}'),
         ({"whitespace_flexible": False}, '{"a":1}', '{"a": 1}'),
+        ({"whitespace_pattern": r"\s*"}, '{"a": \n   1}', '{"a":\u00a01}'),
     ],
 )
 def test_a_schema_says_which_spaces_there_are(options: dict[str, object], fitting: str, other: str) -> None:

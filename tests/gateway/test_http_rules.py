@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,7 +11,7 @@ from structlog.testing import capture_logs
 
 from baton import Client, errors
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
-from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, post
+from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, key_file, post
 from tests.support.loop_thread import LoopThread
 
 HOSTNAME = socket.gethostname().encode()
@@ -99,12 +100,24 @@ def test_a_page_that_points_its_domain_at_loopback_gets_nothing(edge: GatewayHer
     for target, host in heads:
         refused = edge.send_raw(get(target, host, b"connection: close"))
         assert (refused.status, refused.error["code"]) == (403, "host_not_allowed"), host
-    for host in (b"LOCALHOST:1", b"localhost.", b"a.localhost", b"127.1.2.3", b"[::1]:8000", HOSTNAME):
+    own = (
+        b"LOCALHOST:1",
+        b"localhost.",
+        b"a.localhost",
+        b"127.1.2.3",
+        b"[::1]:8000",
+        b"host.docker.internal",
+        HOSTNAME,
+    )
+    for host in own:
         assert edge.send_raw(get(path, b"host: " + host, b"connection: close")).status != 403, host
     assert edge.send_raw(get(path, b"connection: close", version=b"1.0")).status != 403
 
 
-def test_hosts_may_be_allowed(loop: LoopThread, scripted: ScriptedServer) -> None:
+def test_hosts_may_be_allowed(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> None:
+    with gateway_here(loop, scripted.address, api_key_file=key_file(tmp_path, "some-long-key")) as keyed:
+        answer = keyed.send_raw(get(b"/health/live", b"host: proxy.example", b"connection: close"))
+        assert answer.status == 200, "a page has no key"
     for allowed, status in ((("API.example", "b.example"), 403), (("*",), 200)):
         with gateway_here(loop, scripted.address, allowed_hosts=allowed) as gateway:
             for host, expected in ((b"api.example:80", 200), (b"127.0.0.1", 200), (b"c.example", status)):

@@ -578,8 +578,9 @@ def test_a_failure_of_the_decode_service_has_its_type(
 
 
 def test_a_thread_is_refused_in_the_form_from_which_the_package_recovers(edge: GatewayHere) -> None:
-    for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
-        answer = edge.ask("POST", path, {**BODY, "thread": {"type": "create"}})
+    for path, more in ((MESSAGES, {"max_tokens": 9}), (f"{MESSAGES}/count_tokens", {})):
+        body = {"model": "demo", "messages": BODY["messages"], "thread": {"type": "create"}, **more}
+        answer = edge.ask("POST", path, body)
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         assert (answer.status, answer.json["error"]["details"]) == (400, details)
 

@@ -398,7 +398,8 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
         (
             CHAT,
             {"continue_final_message": True},
-            "continue_final_message: the last message must be an assistant's, with words and without calls: it is a user's",
+            "continue_final_message: the last message must be an assistant's, with words and without calls: "
+            "it is a user's",
         ),
         (
             "/v1/responses",
