@@ -55,13 +55,14 @@ def test_one_that_was_never_started_is_stopped_at_once() -> None:
 
 
 def test_one_that_does_not_end_is_told_and_nothing_begins_after_it() -> None:
-    may_end, beside, later = threading.Event(), WorkBeside(), list[str]()
+    has_begun, may_end, beside, later = threading.Event(), threading.Event(), WorkBeside(), list[str]()
 
     def wait(_check: Check) -> None:
+        has_begun.set()
         may_end.wait(BOUND_S)
 
     beside.start(wait, lambda check: later.append("begun"))
-    assert not beside.stop(0.01)
+    assert has_begun.wait(BOUND_S) and not beside.stop(0.01)
     may_end.set()
     assert beside.stop(BOUND_S) and later == []
 
