@@ -42,7 +42,11 @@ def event_from_wire(message: inference_pb2.GenerateEvent) -> Event:
         case "started":
             started = message.started
             return Started(
-                peer_text(started.request_id), started.num_prompt_tokens, started.seed, started.is_reasoning_open
+                peer_text(started.request_id),
+                started.num_prompt_tokens,
+                started.seed,
+                started.is_reasoning_open,
+                tuple(started.prompt_token_ids),
             )
         case "delta":
             delta = message.delta

@@ -81,13 +81,15 @@ class Started:
     """The first event: the request was admitted.
 
     `seed` is the seed in use; the server draws one if the request has none. `is_reasoning_open` says whether the prompt
-    ends inside a reasoning section, so that the output begins with reasoning.
+    ends inside a reasoning section, so that the output begins with reasoning. `prompt_token_ids` is empty unless the
+    request asks for them.
     """
 
     request_id: str
     num_prompt_tokens: int
     seed: int
     is_reasoning_open: bool = False
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

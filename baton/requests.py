@@ -103,6 +103,7 @@ class CompleteOptions(UnparsedOptions, ChatOptions, total=False):
     cache_salt: str | None
     cache_prompt: bool | None
     truncate_prompt_tokens: int | None
+    return_prompt_token_ids: bool | None
     timeout_s: float | None
 
 
@@ -124,6 +125,7 @@ def generate_request(
     cache_salt: str | None,
     cache_prompt: bool | None,
     truncate_prompt_tokens: int | None,
+    return_prompt_token_ids: bool | None,
     sampling: SamplingOptions,
 ) -> inference_pb2.GenerateRequest:
     """Builds the request message. Raises InvalidArgument, naming the field, for values that protobuf cannot carry.
@@ -155,6 +157,7 @@ def generate_request(
         "cache_salt": cache_salt,
         "cache_prompt": cache_prompt,
         "truncate_prompt_tokens": truncate_prompt_tokens,
+        "return_prompt_token_ids": return_prompt_token_ids,
     }
     for name, value in given.items():
         if value is not None:

@@ -114,6 +114,7 @@ class GenerationEndpoint(PostEndpoint):
                 cache_salt=plan.cache_salt,
                 cache_prompt=plan.cache_prompt,
                 truncate_prompt_tokens=plan.truncate_prompt_tokens,
+                return_prompt_token_ids=plan.returns_token_ids or None,
                 same_server_as=None if plan.cache_prompt is False else firsts.get(prompt),
                 timeout_s=self._limits.request_timeout_s,
                 **(sampling if choice_index == 0 else further),

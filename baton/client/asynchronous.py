@@ -218,6 +218,7 @@ class AsyncClient:
         cache_salt: str | None = None,
         cache_prompt: bool | None = None,
         truncate_prompt_tokens: int | None = None,
+        return_prompt_token_ids: bool | None = None,
         same_server_as: AsyncEventStream | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -240,7 +241,7 @@ class AsyncClient:
         with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
 
         `truncate_prompt_tokens` is the number of last tokens of the prompt that are kept, if it has more; -1 keeps as
-        many as leave room for `max_tokens`.
+        many as leave room for `max_tokens`. With `return_prompt_token_ids` the Started event has the prompt's tokens.
 
         `same_server_as` is the stream of another output for the same prompt. With several decode services, this stream
         uses the same one if it is ready, so that both outputs share the prompt's KV.
@@ -262,6 +263,7 @@ class AsyncClient:
             cache_salt=cache_salt,
             cache_prompt=cache_prompt,
             truncate_prompt_tokens=truncate_prompt_tokens,
+            return_prompt_token_ids=return_prompt_token_ids,
             sampling=sampling,
         )
         generation = Generation(

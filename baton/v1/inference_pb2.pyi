@@ -58,6 +58,7 @@ class GenerateRequest(_message.Message):
     CACHE_PROMPT_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The server makes one when absent. A live duplicate is ALREADY_EXISTS."""
     text: _builtins.str
@@ -77,6 +78,8 @@ class GenerateRequest(_message.Message):
     """At most so many of the prompt's tokens count, the last ones; -1: as many as leave room for max_tokens. Default: all."""
     tenant: _builtins.str
     """1 to 128 printable characters. Whom the request is for, if the service shares by tenants (tenant_weights); else ignored."""
+    return_prompt_token_ids: _builtins.bool
+    """True: Started has the prompt's tokens. Default false."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -103,10 +106,11 @@ class GenerateRequest(_message.Message):
         cache_prompt: _builtins.bool | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         tenant: _builtins.str | None = ...,
+        return_prompt_token_ids: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "_tenant", b"_tenant", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "_return_prompt_token_ids", b"_return_prompt_token_ids", "_tenant", b"_tenant", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "_tenant", b"_tenant", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "generated_token_ids", b"generated_token_ids", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt", "_cache_salt", b"_cache_salt", "_choice_index", b"_choice_index", "_lora", b"_lora", "_priority", b"_priority", "_request_id", b"_request_id", "_return_prompt_token_ids", b"_return_prompt_token_ids", "_tenant", b"_tenant", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_prompt", b"cache_prompt", "cache_salt", b"cache_salt", "chat", b"chat", "choice_index", b"choice_index", "generated_token_ids", b"generated_token_ids", "lora", b"lora", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_prompt: _TypeAlias = _typing.Literal["cache_prompt"]  # noqa: Y015
     _WhichOneofArgType__cache_prompt: _TypeAlias = _typing.Literal["_cache_prompt", b"_cache_prompt"]  # noqa: Y015
@@ -120,6 +124,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    _WhichOneofReturnType__return_prompt_token_ids: _TypeAlias = _typing.Literal["return_prompt_token_ids"]  # noqa: Y015
+    _WhichOneofArgType__return_prompt_token_ids: _TypeAlias = _typing.Literal["_return_prompt_token_ids", b"_return_prompt_token_ids"]  # noqa: Y015
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
@@ -138,6 +144,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__return_prompt_token_ids) -> _WhichOneofReturnType__return_prompt_token_ids | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
     @_typing.overload
@@ -385,12 +393,17 @@ class Started(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IS_REASONING_OPEN_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
     seed: _builtins.int
     is_reasoning_open: _builtins.bool
     """The prompt has opened the reasoning that the output begins with."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If the request asks for them."""
+
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """The numbers in use, also of options that the request left open. One that resumes it elsewhere repeats them."""
@@ -402,11 +415,12 @@ class Started(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
         is_reasoning_open: _builtins.bool = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_reasoning_open", b"is_reasoning_open", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_reasoning_open", b"is_reasoning_open", "num_prompt_tokens", b"num_prompt_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

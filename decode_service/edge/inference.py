@@ -203,6 +203,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             ),
             num_tokens=len(checked.generated_token_ids),
         )
+        shown_ids = prompt_token_ids if checked.returns_prompt_token_ids else ()
+        started = started_event(live.request_id, len(prompt_token_ids), sampling, prompt_token_ids=shown_ids)
         matcher = None
         if sampling.is_constrained:
             matcher = await self._matcher(live, sampling, checked.generated_token_ids, whose)
@@ -211,7 +213,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         if ending is not None:
             live.end_at_once(output, len(prompt_token_ids))
-            await client.write(started_event(live.request_id, len(prompt_token_ids), sampling))
+            await client.write(started)
             return ending
         self._live_requests.submit(
             live,
@@ -227,7 +229,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             cache_salt=checked.cache_salt,
             matcher=matcher,
         )
-        await client.write(started_event(live.request_id, len(prompt_token_ids), sampling))
+        await client.write(started)
         prompt_tokens = PromptTokens(self._decoder, prompt_token_ids)
         if sampling.num_prompt_logprobs is not None:
             await client.write(prompt_tokens.first())

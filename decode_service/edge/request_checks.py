@@ -103,6 +103,7 @@ class CheckedRequest:
     tenant: str | None
     cache_salt: str | None
     max_prompt_tokens: int | None
+    returns_prompt_token_ids: bool
 
 
 GENERIC_TOOL_GRAMMARS = ToolGrammars(HERMES, {})
@@ -143,6 +144,7 @@ def check_request(
         request_id=_request_id(request),
         prompt=prompt,
         max_prompt_tokens=max_prompt_tokens,
+        returns_prompt_token_ids=request.return_prompt_token_ids,
         generated_token_ids=check_token_ids("generated_token_ids", request.generated_token_ids, limits.vocab_size),
         sampling=sampling,
         choice_index=_choice_index(request),

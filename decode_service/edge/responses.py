@@ -22,11 +22,14 @@ _REASONS = {
 }
 
 
-def started_event(request_id: str, num_prompt_tokens: int, sampling: ResolvedSampling) -> inference_pb2.GenerateEvent:
+def started_event(
+    request_id: str, num_prompt_tokens: int, sampling: ResolvedSampling, *, prompt_token_ids: Sequence[int] = ()
+) -> inference_pb2.GenerateEvent:
     return inference_pb2.GenerateEvent(
         started=inference_pb2.Started(
             request_id=request_id,
             num_prompt_tokens=num_prompt_tokens,
+            prompt_token_ids=prompt_token_ids,
             seed=sampling.seed,
             is_reasoning_open=sampling.reasoning is not None and sampling.reasoning.is_open is True,
             sampling=types_pb2.SamplingParams(**{name: getattr(sampling, name) for name in NUMBER_OPTIONS}),

@@ -272,6 +272,7 @@ CHAT = Api(
         chunk_object="chat.completion.chunk",
         new_choice=ChatChoice,
         of_prompt=_of_prompt,
+        has_one_prompt=True,
     ),
 )
 

@@ -43,7 +43,8 @@ class ChoicesAnswer:
     """An Answer with choices.
 
     `new_choice` gets the choice's index, the plan, the format of the model's output, and the choice's first event.
-    `of_prompt` returns the answer's fields about its one prompt, given the completion of the first choice.
+    `of_prompt` returns the answer's fields about its one prompt, given the completion of the first choice. If the
+    answer `has_one_prompt`, the prompt's token ids are a field of its own, and else one of each choice.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ChoicesAnswer:
         chunk_object: str,
         new_choice: Callable[[int, Plan, OutputFormat, Started], Choice],
         of_prompt: Callable[[Plan, Completion], Mapping[str, Any]] = lambda plan, completion: {},
+        has_one_prompt: bool = False,
     ) -> None:
         plan, started, card = admitted.plan, admitted.started, admitted.card
         self._plan = plan
@@ -68,6 +70,11 @@ class ChoicesAnswer:
         self._whole_object = whole_object
         self._chunk_object = chunk_object
         self._of_prompt = of_prompt
+        self._has_one_prompt = has_one_prompt
+        self._prompt_ids = {
+            index: list(started[index // plan.n * plan.best_of].prompt_token_ids)
+            for index in range(plan.num_choices if plan.returns_token_ids else 0)
+        }  # by choice; a stream tells each once
         self._choices = [
             new_choice(index, plan, card.output_format, started[index // plan.n * plan.best_of + index % plan.n])
             for index in range(plan.num_choices)
@@ -145,6 +152,13 @@ class ChoicesAnswer:
         return ServerEvent(self._around(self._chunk_object, [choice], **more))
 
     def _around(self, kind: str, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        told = [
+            {"prompt_token_ids": ids} if (ids := self._prompt_ids.pop(each["index"], None)) else {} for each in choices
+        ]
+        if self._has_one_prompt:
+            more |= told[0] if told else {}
+        else:
+            choices = [{**each, **ids} for each, ids in zip(choices, told, strict=True)]
         return {"id": self._id, "object": kind, **self._envelope, "choices": choices, **more}
 
 

@@ -76,12 +76,17 @@ def test_of_a_prompt_only_its_last_tokens_count_when_asked(caller: Caller, pair:
     for prompt in (TEXT, list(tokens)):
         answer = caller.complete(prompt=prompt, **GREEDY, extra_body={"truncate_prompt_tokens": most, **IDS})
         assert answer.choices[0].token_ids == list(expected.token_ids)
+        assert answer.choices[0].prompt_token_ids == list(tokens[-most:])
         assert answer.usage.prompt_tokens == min(most, len(tokens))
 
     chat = pair.tokenize(chat=CHAT).token_ids
     expected = pair.complete(token_ids=chat[-most:], **GREEDY)
-    answer = caller.chat(messages=MESSAGES, **GREEDY, extra_body={"truncate_prompt_tokens": most, **IDS})
-    assert answer.choices[0].token_ids == list(expected.token_ids)
+    extra = {"truncate_prompt_tokens": most, **IDS}
+    answer = caller.chat(messages=MESSAGES, **GREEDY, extra_body=extra)
+    assert (answer.choices[0].token_ids, answer.prompt_token_ids) == (list(expected.token_ids), list(chat[-most:]))
+    first, *others = caller.chat_chunks(messages=MESSAGES, **GREEDY, extra_body=extra)
+    assert first.prompt_token_ids == list(chat[-most:])
+    assert not any("prompt_token_ids" in (each.model_extra or {}) for each in others)
 
 
 def test_a_prompt_that_is_too_long_is_cut_to_what_leaves_room(caller: Caller) -> None:
