@@ -130,6 +130,8 @@ def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
         has_reasoning=info.has_reasoning,
         sampling_defaults={option.name: value for option, value in info.sampling_defaults.ListFields()},
         chat_template_variables=tuple(map(peer_text, info.chat_template_variables)),
+        chat_template=info.chat_template,
+        special_tokens=dict(info.special_tokens),
     )
 
 

@@ -21,6 +21,7 @@ class ModelInfo:
     writes tool calls, and reasoning if it `has_reasoning`. Both are derived from the chat template.
     `sampling_defaults` holds the sampling options that the model's generation config sets, by name; they apply where a
     request does not set them. `chat_template_variables` are the variables that `chat_template_kwargs` may set.
+    `special_tokens` are the texts of special tokens by their roles, such as "eos_token".
     """
 
     model: str
@@ -37,6 +38,8 @@ class ModelInfo:
     has_reasoning: bool
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     chat_template_variables: tuple[str, ...] = ()
+    chat_template: str = ""
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
 from gateway.openapi import openapi_document
 from gateway.post_endpoint import PostParts
-from gateway.request_record import COUNT_TOKENS_PATH, RequestRecord
+from gateway.request_record import COUNT_TOKENS_PATH, TOKENIZER_INFO_PATH, RequestRecord
 from gateway.sending import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
@@ -87,6 +87,10 @@ def build_app(
         card.check(request.path_params["model"])
         return JsonResponse(card.as_json(request.path_params["model"]))
 
+    async def tokenizer_info(_request: Request) -> Response:
+        card = await served_model.card()
+        return JsonResponse({**card.tokenizer, "model_max_length": card.max_context_tokens})
+
     async def version(_request: Request) -> Response:
         return JsonResponse({"version": package_version("baton-serve")})
 
@@ -109,6 +113,7 @@ def build_app(
         Route(COUNT_TOKENS_PATH, TokenizingEndpoint(tokenizing.count_tokens, **parts), methods=["POST"]),
         Route("/tokenize", TokenizingEndpoint(tokenizing.tokenize, **parts), methods=["POST"]),
         Route("/detokenize", TokenizingEndpoint(tokenizing.detokenize, **parts), methods=["POST"]),
+        Route(TOKENIZER_INFO_PATH, tokenizer_info),
         Route("/v1/models", list_models),
         Route("/v1/models/{model:path}", retrieve_model),
         Route("/health", health.ready),

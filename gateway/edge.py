@@ -14,7 +14,7 @@ from common.addresses import host_of_authority, names_this_machine
 from gateway.api_keys import ApiKeys
 from gateway.errors import ApiError
 from gateway.metrics import GatewayMetrics
-from gateway.request_record import TOKENIZING_PATHS, RequestRecord
+from gateway.request_record import TOKENIZER_INFO_PATH, TOKENIZING_PATHS, RequestRecord
 from gateway.sending import send_error
 
 _MAX_LOGGED_CHARS = 256
@@ -122,7 +122,7 @@ class KeyCheck:
 
 
 def is_api(scope: Scope) -> bool:
-    return bool(scope["path"].startswith("/v1/")) or scope["path"] in TOKENIZING_PATHS
+    return bool(scope["path"].startswith("/v1/")) or scope["path"] in (*TOKENIZING_PATHS, TOKENIZER_INFO_PATH)
 
 
 def _why(error: ApiError | None) -> dict[str, Any]:

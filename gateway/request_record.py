@@ -18,11 +18,13 @@ MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 MESSAGES_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH)
 TOKENIZING_PATHS = ("/tokenize", "/detokenize")
+TOKENIZER_INFO_PATH = "/tokenizer_info"
 HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/ping")
 _ROUTES = frozenset(
     {
         *HEALTH_PATHS,
         *TOKENIZING_PATHS,
+        TOKENIZER_INFO_PATH,
         *MESSAGES_PATHS,
         "/",
         "/metrics",

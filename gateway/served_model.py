@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ class ModelCard:
     max_context_tokens: int
     output_format: OutputFormat
     template_variables: frozenset[str]
+    tokenizer: Mapping[str, Any]
+    """What `/tokenizer_info` tells."""
     created: int
 
     @property
@@ -113,6 +115,7 @@ class ServedModel:
             max_context_tokens=info.max_context_tokens,
             output_format=_format_of(info),
             template_variables=frozenset(info.chat_template_variables),
+            tokenizer={"chat_template": info.chat_template or None, **info.special_tokens},
             created=self._created,
         )
         return self._card

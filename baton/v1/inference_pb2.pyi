@@ -821,6 +821,26 @@ Global___GetModelInfoRequest: _TypeAlias = GetModelInfoRequest  # noqa: Y015
 class GetModelInfoResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SpecialTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
@@ -833,6 +853,8 @@ class GetModelInfoResponse(_message.Message):
     OUTPUT_FORMAT_FIELD_NUMBER: _builtins.int
     HAS_REASONING_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
@@ -846,6 +868,8 @@ class GetModelInfoResponse(_message.Message):
     json), and whether it writes reasoning.
     """
     has_reasoning: _builtins.bool
+    chat_template: _builtins.str
+    """In Jinja; empty if the model has none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -853,6 +877,10 @@ class GetModelInfoResponse(_message.Message):
     @_builtins.property
     def chat_template_variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What a request's chat_template_kwargs may set."""
+
+    @_builtins.property
+    def special_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By their roles, such as eos_token."""
 
     @_builtins.property
     def sampling_defaults(self) -> _types_pb2.SamplingParams:
@@ -873,11 +901,13 @@ class GetModelInfoResponse(_message.Message):
         output_format: _builtins.str = ...,
         has_reasoning: _builtins.bool = ...,
         chat_template_variables: _abc.Iterable[_builtins.str] | None = ...,
+        chat_template: _builtins.str = ...,
+        special_tokens: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         sampling_defaults: _types_pb2.SamplingParams | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "chat_template_variables", b"chat_template_variables", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_reasoning", b"has_reasoning", "max_context_tokens", b"max_context_tokens", "model", b"model", "output_format", b"output_format", "sampling_defaults", b"sampling_defaults", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "chat_template", b"chat_template", "chat_template_variables", b"chat_template_variables", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_reasoning", b"has_reasoning", "max_context_tokens", b"max_context_tokens", "model", b"model", "output_format", b"output_format", "sampling_defaults", b"sampling_defaults", "special_tokens", b"special_tokens", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

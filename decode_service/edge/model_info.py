@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 
 from baton.v1 import inference_pb2, types_pb2
@@ -26,6 +26,10 @@ def model_info(
     sampling_defaults: Mapping[str, float],
 ) -> inference_pb2.GetModelInfoResponse:
     form = output_format_of(settings, tokenizer)
+    try:
+        (template, special_tokens), variables = tokenizer.chat_template(), tokenizer.chat_template_variables()
+    except ChatRefused:
+        template, special_tokens, variables = "", {}, ()
     return inference_pb2.GetModelInfoResponse(
         model=settings.model,
         architecture=runtime.architecture,
@@ -38,16 +42,11 @@ def model_info(
         fingerprint=encode_fingerprint(runtime.fingerprint),
         output_format=form.name,
         has_reasoning=form.reasoning is not None,
-        chat_template_variables=_template_variables(tokenizer),
+        chat_template_variables=variables,
+        chat_template=template,
+        special_tokens=special_tokens,
         sampling_defaults=types_pb2.SamplingParams(**sampling_defaults),  # type: ignore[arg-type]
     )
-
-
-def _template_variables(tokenizer: TextTokenizer) -> Sequence[str]:
-    try:
-        return tokenizer.chat_template_variables()
-    except ChatRefused:
-        return ()
 
 
 def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:

@@ -58,6 +58,7 @@ def answered(
         max_context_tokens=64,
         output_format=form,
         template_variables=frozenset(),
+        tokenizer={},
         created=0,
     )
     made: list[Any] = []

@@ -41,6 +41,13 @@ def test_a_chat_becomes_the_tokens_that_it_is_answered_from(gateway: GatewayHere
     assert pair.tokenize(chat=CHAT).token_ids == tuple(tokens)
 
 
+def test_the_tokenizers_special_tokens_and_chat_template_are_told(gateway: GatewayHere, pair: Client) -> None:
+    told = gateway.ask("GET", "/tokenizer_info").json
+    info = pair.model_info()
+    assert told == {"chat_template": info.chat_template, **info.special_tokens, "model_max_length": 4096}
+    assert "messages" in told["chat_template"] and told["eos_token"]
+
+
 def test_a_text_may_be_longer_than_the_context(gateway: GatewayHere) -> None:
     answer = gateway.ask("POST", "/tokenize", {"prompt": "b" * 10_000})
     assert answer.json["count"] == 10_000 > answer.json["max_model_len"]
