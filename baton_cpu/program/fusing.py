@@ -28,7 +28,7 @@ from baton_cpu.program.eagle3_head import HeadPrograms
 from baton_cpu.program.forward import NUM_CALL_WORDS, FusedForward, FusedHead
 from baton_cpu.program.kernel.run import take_part
 from baton_cpu.program.kernel.team import Team
-from common.checkpoints.cache import make_once, run_python
+from common.checkpoints.cache import CannotBeMade, make_once, run_python
 from common.cpu_engine import NO_LOG, Log
 from common.draft.head import HeadProgram
 from common.draft.paged_head import PagedHead
@@ -151,14 +151,10 @@ def _load_kernels(dtype: torch.dtype, niceness: int, check: Check, log: Log) -> 
     if (kept := kernels_dir()) is not None:
         try:
             return _load_kernels_from(kept, dtype, niceness, check, log)
-        except _NotKept as error:
+        except CannotBeMade as error:
             log.warning("kernels_not_kept", directory=str(kept), error=str(error))
     with tempfile.TemporaryDirectory(prefix="baton-kernels-") as directory:
         _load_kernels_from(Path(directory), dtype, niceness, check, log)
-
-
-class _NotKept(StartupError):
-    """Raised if there is no directory for kernels, and none can be made."""
 
 
 def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Check, log: Log) -> None:
@@ -181,10 +177,7 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
             raise StartupError("compiled kernels were not kept")
 
     def made() -> Path:
-        try:
-            return make_once(directory, compile_kernels, lambda stage, num_done, num_total: look())
-        except OSError as error:
-            raise _NotKept(str(error)) from error
+        return make_once(directory, compile_kernels, lambda stage, num_done, num_total: look())
 
     kernels = made()
     try:

@@ -28,6 +28,10 @@ it whenever the result changes.
 _POLL_INTERVAL_S = 0.2
 
 
+class CannotBeMade(StartupError):
+    """A directory cannot be written, or its disk is full."""
+
+
 class Progress(Protocol):
     def __call__(self, stage: str, num_done: int, num_total: int) -> None:
         """Reports the progress. `stage` is a phrase for people; `num_total` is 0 while the stage's size is unknown."""
@@ -52,13 +56,13 @@ def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress
     `path`; `scratch` is for its work.
 
     If `make` raises or the process dies, `path` does not exist. `progress` is told if another process is waited for.
-    Raises StartupError if the directory cannot be written, or its disk is full.
+    Raises CannotBeMade.
     """
     try:
         return _made_once(path, make, progress)
     except OSError as error:
         why = error.strerror or str(error)
-        raise StartupError(f"{path} cannot be made: {why} (XDG_CACHE_HOME names another place for it)") from error
+        raise CannotBeMade(f"{path} cannot be made: {why} (XDG_CACHE_HOME names another place for it)") from error
 
 
 def _made_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:

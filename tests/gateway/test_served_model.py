@@ -21,6 +21,7 @@ class Info:
     def __init__(self, model: str) -> None:
         self.model, self.digest, self.max_context_tokens, self.output_format = model, "0" * 64, 8, ""
         self.has_reasoning = False
+        self.chat_template_variables, self.chat_template, self.special_tokens = (), "", dict[str, str]()
 
 
 class Decode:
