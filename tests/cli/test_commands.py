@@ -50,6 +50,7 @@ def test_generate_prints_one_event_a_line(server: ScriptedServer) -> None:
         "num_prompt_tokens": 3,
         "seed": 7,
         "is_reasoning_open": False,
+        "prompt_token_ids": [],
     }
     assert [(line["event"], line["token_ids"], line["text"]) for line in deltas] == [
         ("delta", [5], "Hel"),
