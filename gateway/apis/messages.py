@@ -238,7 +238,8 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[st
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         raise ApiError(400, "thread: is not served", param="thread", details=details)  # clients go on without it
     messages, params = chat_of(fields.system, fields.messages)
-    if messages[-1].role == "assistant" and not messages[-1].content.strip() and not messages[-1].tool_calls:
+    last = messages[-1]
+    if len(messages) > 1 and last.role == "assistant" and not (last.content.strip() or last.tool_calls):
         messages = messages[:-1]  # nothing to go on with: a new answer
     options: dict[str, Any] = {}
     effort = None if fields.output_config is None else fields.output_config.effort
