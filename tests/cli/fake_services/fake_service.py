@@ -49,9 +49,9 @@ class FakeInference(ScriptedInference):
         super().__init__()
         self._token_ids = token_ids
         self._prefill_replicas = prefill_replicas
-        self.script = self._answer
+        self.script = self._said
 
-    def _answer(self, request: inference_pb2.GenerateRequest) -> list[Any]:
+    def _said(self, request: inference_pb2.GenerateRequest) -> list[Any]:
         token_ids = self._token_ids or range(request.sampling.max_tokens or 3)
         deltas = [delta([token_id], f"{token_id} ") for token_id in token_ids]
         return [started(), *deltas, finished(num_completion_tokens=len(deltas))]
