@@ -164,7 +164,8 @@ def test_a_prompt_that_brings_kv_for_a_better_one_is_computed_as_early(
 def test_a_late_prompt_fails_before_it_is_given_a_row(tiny_target: Callable[[str], TargetModel]) -> None:
     """By the time that was left when it was sent: the services' clocks may differ by any amount."""
     now_s = 1000.0
-    prefill = PrefillHalf(tiny_target("llama"), max_rows=1, clock=lambda: now_s)
+    device = ScriptedDevice()  # the first prompt keeps the only row
+    prefill = PrefillHalf(tiny_target("llama"), device, max_rows=1, clock=lambda: now_s)
     sampling = ResolvedSampling(seed=1, max_tokens=4)
     prefill.step(OpenCall("first", (HandoffRow("first", 0, (11, 12, 13), 3, sampling),)))
     rows = tuple(HandoffRow(f"{ms} ms", 0, (11, 12, 13), 3, sampling, time_left_ms=ms) for ms in (0, 1500, 1501, 1))
