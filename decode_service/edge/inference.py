@@ -38,7 +38,6 @@ from decode_service.edge.observer import RequestObserver, client_left
 from decode_service.edge.replicas import ReplicaStates
 from decode_service.edge.request_checks import (
     GENERIC_TOOL_GRAMMARS,
-    MAX_CONTEXTS,
     ChatPrompt,
     CheckedRequest,
     ModelLimits,
@@ -174,8 +173,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Raises the request's error if it fails. gRPC cancels the call, and so this method, when the client leaves.
         """
         with self._request_track.task("tokenize", live.request_id):
-            max_contexts = 1 if checked.max_prompt_tokens is None else MAX_CONTEXTS
-            prompt_token_ids = await self._prompts.encode(checked.prompt, max_contexts=max_contexts)
+            prompt_token_ids = await self._prompts.encode(checked.prompt)
             if checked.max_prompt_tokens is not None:
                 prompt_token_ids = prompt_token_ids[-checked.max_prompt_tokens :]
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
@@ -280,7 +278,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             prompt = check_tokenize(request)
             with self._place(context):
-                token_ids = await self._prompts.encode(prompt, max_contexts=MAX_CONTEXTS, adds_special_tokens=adds)
+                token_ids = await self._prompts.encode(prompt, adds_special_tokens=adds)
                 pieces: Sequence[str] = ()
                 if request.with_pieces:
                     spell = partial(self._decoder.pieces_of, token_ids)

@@ -39,9 +39,7 @@ _TOOL_NAME = re.compile("[a-zA-Z0-9_.:/-]{1,256}")
 MAX_OPTIONS_CHARS = 1 << 18
 """The most characters of a chat's tools and of its `chat_template_kwargs`. Parsing so much takes a few milliseconds."""
 MAX_CONTEXTS = 4
-"""The largest number of tokens, in multiples of the model's context, of a text that is only tokenised or that is cut to
-its last tokens.
-"""
+"""The largest number of tokens, in multiples of the model's context, of a text that is tokenised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from tests.decode_edge.edge_under_test import MAX_LIVE, Edge, error_of, running_
 from tests.decode_edge.fake_engine import BOUND_S, until
 from tests.decode_edge.tokenizers_for_tests import CHAT_TEMPLATE, byte_fallback, byte_level
 
-CONTEXT = 1000
+CONTEXT = 2000
 LIMITS = ModelLimits(vocab_size=300, max_context_tokens=CONTEXT, eos_token_ids=())
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 HI = ChatPrompt((ChatMessage("user", "hi"),))
@@ -62,15 +62,15 @@ async def within_bound(work: Awaitable[Sequence[int]]) -> Sequence[int]:
         return await work
 
 
-async def test_a_text_with_more_bytes_than_the_context_s_tokens_can_have_is_refused_unseen() -> None:
+async def test_a_text_with_more_bytes_than_its_tokens_can_have_is_refused_unseen() -> None:
     tokenizer = watched()
-    longest = tokenizer.longest_token_bytes
-    assert longest == len("<tool call>")
+    assert tokenizer.longest_token_bytes == len("<tool call>")
+    most = MAX_CONTEXTS * CONTEXT * len("<tool call>")
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
         for prompt in (
-            TextPrompt("é" * (CONTEXT * longest // 2 + 1)),
-            ChatPrompt((ChatMessage("user", "é" * 4000),) * 2),
-            ChatPrompt((ChatMessage("assistant", tool_calls=[ToolCall("f", "é" * 4000)]),) * 2),
+            TextPrompt("é" * (most // 2 + 1)),
+            ChatPrompt((ChatMessage("user", "é" * (most // 4 + 1)),) * 2),
+            ChatPrompt((ChatMessage("assistant", tool_calls=[ToolCall("f", "é" * (most // 4 + 1))]),) * 2),
         ):
             with pytest.raises(ContextExceeded) as refusal:
                 await prompts.encode(prompt)
@@ -78,14 +78,12 @@ async def test_a_text_with_more_bytes_than_the_context_s_tokens_can_have_is_refu
     assert not tokenizer.seen
 
 
-async def test_tokenising_stops_past_the_context() -> None:
+async def test_tokenising_stops_past_the_bound() -> None:
     tokenizer = watched()
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
-        with pytest.raises(
-            ContextExceeded, match="more than 1000 tokens leave no room for output in a context of 1000"
-        ):
-            await prompts.encode(TextPrompt("a" * CONTEXT * 10))
-    assert tokenizer.seen == [8 * CONTEXT]
+        with pytest.raises(ContextExceeded, match="more than 8000 tokens do not fit a context of 2000"):
+            await prompts.encode(TextPrompt("a" * 10 * MAX_CONTEXTS * CONTEXT))
+    assert tokenizer.seen == [8 * MAX_CONTEXTS * CONTEXT]
 
 
 async def test_a_long_text_of_long_tokens_fits_exactly() -> None:
@@ -106,10 +104,13 @@ async def test_a_text_that_need_not_fit_has_a_bound_too(edge: Edge) -> None:
         ("prompt", lambda: edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a" * 100 * most))),
         ("token_ids", lambda: edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[65] * (most + 1)))),
         ("prompt", lambda: edge.generate(text="a" * (most + 1), truncate_prompt_tokens=2)),
+        ("prompt", lambda: edge.generate(text="a" * (most + 1))),
     ):
         code, reason, told = await error_of(call())
         assert (code, told["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
         assert reason == ("CONTEXT_EXCEEDED" if field == "prompt" else "INVALID_FIELD")
+    _, _, told = await error_of(edge.generate(text="a" * most))
+    assert told["num_prompt_tokens"] == str(most), "a prompt longer than the context is refused with its length"
 
 
 async def test_tokenising_takes_a_place_among_the_requests(edge: Edge) -> None:

@@ -1,4 +1,4 @@
-"""Turns prompts into token ids, off the event loop. A prompt that cannot fit the context is rejected first."""
+"""Turns prompts into token ids, off the event loop. A prompt of many times the context is rejected first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from common.sampling.params import SPELLINGS_PER_BAD_WORD
 from common.telemetry.timeline import Timeline
 from common.text.chat_template import ChatRefused, TextTooLong
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.request_checks import ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenIdsPrompt
+from decode_service.edge.request_checks import (
+    MAX_CONTEXTS,
+    ChatPrompt,
+    ModelLimits,
+    Prompt,
+    TextPrompt,
+    TokenIdsPrompt,
+)
 from decode_service.edge.text.chat_rendering import RENDER_CPU_S, ChatRendering
 from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 
@@ -34,8 +41,9 @@ class Prompts:
         render_cpu_s: float = RENDER_CPU_S,
     ) -> None:
         self._encoder = tokenizer
-        self._max_context_tokens = limits.max_context_tokens
-        self._max_bytes = limits.max_context_tokens * tokenizer.longest_token_bytes
+        self._limits = limits
+        self._max_tokens = MAX_CONTEXTS * limits.max_context_tokens
+        self._max_bytes = self._max_tokens * tokenizer.longest_token_bytes
         self._chats = ChatRendering(
             tokenizer.chat_template, max_chars=self._max_bytes, max_waiting_bytes=max_waiting_bytes, cpu_s=render_cpu_s
         )
@@ -56,25 +64,23 @@ class Prompts:
         """
         return await self._threads.replay(work, num_tokens=num_tokens)
 
-    async def encode(
-        self, prompt: Prompt, *, max_contexts: int = 1, adds_special_tokens: bool | None = None
-    ) -> Sequence[int]:
+    async def encode(self, prompt: Prompt, *, adds_special_tokens: bool | None = None) -> Sequence[int]:
         """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded.
 
-        A text is refused as soon as it is clear that it has more tokens than `max_contexts` times the model's context.
-        With 1 the check is rough, and `check_lengths` must follow. `adds_special_tokens` says whether the tokenizer
-        adds its special tokens; None means that it does for a text, and not for a chat.
+        A text may have more tokens than the model's context, so that an error can tell how many there are. It is
+        refused as soon as it is clear that it has more than MAX_CONTEXTS times as many. `adds_special_tokens` says
+        whether the tokenizer adds its special tokens; None means that it does for a text, and not for a chat.
         """
         match prompt:
             case TokenIdsPrompt(token_ids):
                 return token_ids
             case TextPrompt(text):
                 adds = True if adds_special_tokens is None else adds_special_tokens
-                return await self._tokenize("encode", text, adds_special_tokens=adds, max_contexts=max_contexts)
+                return await self._tokenize("encode", text, adds_special_tokens=adds)
             case ChatPrompt():
                 text = await self._render(prompt)
                 adds = bool(adds_special_tokens)
-                return await self._tokenize("encode_chat", text, adds_special_tokens=adds, max_contexts=max_contexts)
+                return await self._tokenize("encode_chat", text, adds_special_tokens=adds)
 
     async def spell(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that spell any of `texts`. Raises Overloaded."""
@@ -93,31 +99,28 @@ class Prompts:
         except TextTooLong as error:
             raise self._too_long() from error
 
-    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool, max_contexts: int) -> Sequence[int]:
-        num_bytes = self._num_bytes(text, max_contexts=max_contexts)
-        max_tokens = max_contexts * self._max_context_tokens
-        work = partial(self._encoder.encode, text, max_tokens=max_tokens, adds_special_tokens=adds_special_tokens)
+    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool) -> Sequence[int]:
+        num_bytes = self._num_bytes(text)
+        work = partial(self._encoder.encode, text, max_tokens=self._max_tokens, adds_special_tokens=adds_special_tokens)
         try:
             token_ids = await self._threads.run(name, work, num_bytes=num_bytes)
         except TextTooLong as error:
-            raise self._too_long(max_contexts) from error
-        if max_contexts > 1 and len(token_ids) > max_tokens:
-            raise self._too_long(max_contexts)
+            raise self._too_long() from error
+        if len(token_ids) > self._max_tokens:
+            raise self._too_long()
         return token_ids
 
-    def _num_bytes(self, *texts: str, max_contexts: int = 1) -> int:
-        """Returns the total bytes of `texts`. Raises InvalidRequest if `max_contexts` contexts cannot hold so many."""
+    def _num_bytes(self, *texts: str) -> int:
+        """Returns the total bytes of `texts`. Raises ContextExceeded if MAX_CONTEXTS contexts cannot hold so many."""
         num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
-        if num_bytes > max_contexts * self._max_bytes:
-            raise self._too_long(max_contexts)
+        if num_bytes > self._max_bytes:
+            raise self._too_long()
         return num_bytes
 
-    def _too_long(self, max_contexts: int = 1) -> InvalidRequest:
-        most = self._max_context_tokens
-        if max_contexts > 1:
-            return ContextExceeded("prompt", f"more than {max_contexts * most} tokens, {max_contexts} contexts")
+    def _too_long(self) -> ContextExceeded:
+        most = self._limits.max_context_tokens
         return ContextExceeded(
             "prompt",
-            f"more than {most} tokens leave no room for output in a context of {most}",
+            f"more than {self._max_tokens} tokens do not fit a context of {most}",
             max_context_tokens=most,
         )
