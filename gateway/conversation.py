@@ -7,14 +7,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, WithJsonSchema
 
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.text.chat_messages import ChatMessage
 from gateway.errors import ApiError, invalid, not_served
-from gateway.grammar_fields import StrictFields
 
 MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
 """The most messages in a request. Each has at least two fields in the gRPC request, whose
@@ -36,9 +35,6 @@ def messages_schema(roles: Iterable[str]) -> WithJsonSchema:
     return WithJsonSchema({"type": "array", "items": message, "minItems": 1})
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
 def at_most(num: int) -> BeforeValidator:
     """Returns a validator that raises ValueError for a longer list or object, before pydantic validates any entry."""
 
@@ -48,59 +44,6 @@ def at_most(num: int) -> BeforeValidator:
         return entries
 
     return BeforeValidator(check)
-
-
-class Thinking(StrictFields):
-    """Whether the model shall reason, and with how many tokens at most."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The limit on reasoning tokens, None if there is none."""
-        return 0 if self.type == "disabled" else self.budget_tokens
-
-
-HINTS = ("reasoning_effort", "enable_thinking", "thinking")
-"""Variables of chat templates that say how much a model shall reason. Clients send them to every model."""
-
-
-def template_variables(
-    kwargs: Mapping[str, Any] | None, *, effort: Effort | None, effort_param: str, enable_thinking: bool | None = None
-) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """Returns the variables that the chat template gets besides the messages, and the fields that set those of them
-    that are HINTS, by variable.
-    """
-    given = kwargs or {}
-    told: dict[str, Any] = {} if effort in (None, "none") else {"reasoning_effort": effort}
-    told |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    fields = {"reasoning_effort": effort_param, "enable_thinking": "enable_thinking"}
-    hints = {
-        name: f"chat_template_kwargs.{name}" if name in given else fields[name]
-        for name in HINTS
-        if name in {**told, **given}
-    }
-    return {**told, **given}, hints
-
-
-def max_reasoning_tokens(budget: int | None, effort: Effort | None, *, effort_param: str) -> int | None:
-    """Returns the limit on reasoning tokens, None if there is none.
-
-    Raises ApiError if the effort, which the field `effort_param` has, contradicts the field thinking_token_budget.
-    """
-    if effort != "none":
-        return budget
-    if budget:
-        raise invalid("thinking_token_budget", f'allows reasoning, which {effort_param} "none" does not')
-    return 0
-
-
-def reasoning_fields(budget: int | None, thinking: Thinking | None = None) -> tuple[str, ...]:
-    """Returns which of the fields thinking_token_budget and thinking ask for reasoning."""
-    asks = {"thinking_token_budget": bool(budget), "thinking": thinking is not None and thinking.type != "disabled"}
-    return tuple(name for name, asked in asks.items() if asked)
 
 
 @dataclass(frozen=True, slots=True)

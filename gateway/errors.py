@@ -109,15 +109,11 @@ def context_exceeded(
 
     The text uses OpenAI's words, and in the Messages API Anthropic's, because client libraries recognise the error by
     them. `param` names the wrong field, and `prompt` the field that holds the prompt. `message` is part of the text if
-    `param` is another field than the prompt and `num_prompt_tokens` is not known.
+    `num_prompt_tokens` is not known.
     """
-    if num_prompt_tokens is None and param == prompt:
-        # Tokens beyond the limit were not counted.
-        what = f"your {prompt} resulted in more than {max_context_tokens} tokens"
-        messages_text = f"prompt is too long: more than {max_context_tokens} tokens"
-    elif num_prompt_tokens is None:
+    if num_prompt_tokens is None:
         what = message
-        messages_text = ""
+        messages_text = f"prompt is too long: {message}" if param == prompt else ""
     elif max_tokens is None:
         what = f"your {prompt} resulted in {num_prompt_tokens} tokens"
         messages_text = f"prompt is too long: {num_prompt_tokens} tokens > {max_context_tokens} maximum"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.requests import SamplingOptions
 from common.text.chat_messages import ChatMessage
+from gateway.reasoning import TEMPLATE_VARIABLES, ReasoningWish
 from gateway.served_model import ModelCard
 from gateway.tools import ToolUse
 
@@ -46,17 +47,25 @@ class ChatPrompt:
     """The request's options for the chat template, as further `arguments`."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """The variables that the chat template gets besides the messages."""
-    hints: Mapping[str, str] = field(default_factory=dict)
-    """The fields that set those variables which are left out where the template does not read them, by variable."""
+    wishes: tuple[ReasoningWish, ...] = ()
+    """What the request says about reasoning. Wishes that the model cannot heed are left out."""
 
-    def served_by(self, variables: Set[str], ignored: list[str]) -> ChatPrompt:
-        """Returns the prompt for a chat template that reads `variables`. Adds the fields that this leaves out to
-        `ignored`.
-        """
-        unread = self.hints.keys() - variables
-        ignored += sorted(self.hints[name] for name in unread)
-        kept = {name: value for name, value in self.variables.items() if name not in unread}
-        return replace(self, variables=kept, hints={})
+    def served_by(self, card: ModelCard, ignored: list[str]) -> ChatPrompt:
+        """Returns the prompt for this model. Adds the fields that mean nothing to it to `ignored`."""
+        reasons = card.output_format.reasoning is not None
+        told = {name: value for wish in self.wishes for name, value in wish.variables.items()}
+        told = {name: value for name, value in told.items() if name in card.template_variables}
+        others = {name: value for name, value in self.variables.items() if name not in TEMPLATE_VARIABLES}
+        ignored += sorted(
+            wish.field for wish in self.wishes if not wish.is_heeded(card.template_variables, reasons=reasons)
+        )
+        return replace(self, variables={**told, **others})
+
+    @property
+    def params_of_wishes(self) -> dict[str, str]:
+        """The request's field to name in an error about variables of the template, if it has no other of them."""
+        fields = [wish.field for wish in self.wishes if wish.variables]
+        return {} if self.variables or not fields else {"chat.chat_template_kwargs": fields[0]}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -93,7 +102,7 @@ class Plan:
     Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
     `hides_logprobs`, log-probabilities are used to find the best, and are not in the answer. `params` maps a field's
     name in the gRPC request to its name in the HTTP request, where the two differ. `repeated` has what the answer
-    repeats of the request, `num_repeated_bytes` as JSON. `reasoning_fields` ask for reasoning, or for a limit on it.
+    repeats of the request, `num_repeated_bytes` as JSON.
     """
 
     model: str
@@ -113,8 +122,6 @@ class Plan:
     num_echoed_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     params: Mapping[str, str]
-    max_reasoning_tokens: int | None = None
-    reasoning_fields: tuple[str, ...] = ()
     includes_reasoning: bool = True
     hides_logprobs: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
@@ -123,13 +130,16 @@ class Plan:
     def served_by(self, card: ModelCard, ignored: list[str]) -> Plan:
         """Returns the plan for this model. Adds the fields that mean nothing to it to `ignored`."""
         prompts = tuple(
-            each.served_by(card.template_variables, ignored) if isinstance(each, ChatPrompt) else each
-            for each in self.prompts
+            each.served_by(card, ignored) if isinstance(each, ChatPrompt) else each for each in self.prompts
         )
-        if card.output_format.reasoning is not None:
-            return replace(self, prompts=prompts)
-        ignored += self.reasoning_fields
-        return replace(self, prompts=prompts, max_reasoning_tokens=None)
+        return replace(self, prompts=prompts)
+
+    @property
+    def max_reasoning_tokens(self) -> int | None:
+        """The limit on reasoning tokens, None if there is none."""
+        prompt = self.prompts[0]
+        wishes = prompt.wishes if isinstance(prompt, ChatPrompt) else ()
+        return next((wish.max_tokens for wish in wishes if wish.max_tokens is not None), None)
 
     @property
     def num_choices(self) -> int:

@@ -74,7 +74,7 @@ class Tokenizing:
             raise invalid("prompt", "give either prompt or messages")
         source: dict[str, Any] = {"prompt": fields.prompt}
         if fields.messages is not None:
-            prompt = chat_prompt(fields.messages, fields).served_by(card.template_variables, record.ignored)
+            prompt = chat_prompt(fields.messages, fields).served_by(card, record.ignored)
             source = prompt.arguments
         tokenized = await self._client.tokenize(
             **source,
@@ -99,7 +99,7 @@ class Tokenizing:
         card.check(fields.model)
         prompt, params = conversation_prompt(fields)
         try:
-            prompt = prompt.served_by(card.template_variables, record.ignored)
+            prompt = prompt.served_by(card, record.ignored)
             tokenized = await self._client.tokenize(**prompt.arguments)
         except BatonError as error:
             raise api_error_of(error, params) from None

@@ -17,17 +17,12 @@ from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
-    Effort,
-    Thinking,
     at_most,
-    max_reasoning_tokens,
     messages_schema,
     new_call_id,
     not_empty,
-    reasoning_fields,
     refuse_other_fields,
     string,
-    template_variables,
     text_of,
 )
 from gateway.errors import invalid, not_served
@@ -37,6 +32,7 @@ from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
+from gateway.reasoning import Effort, NumTokens, ReasoningWish, Thinking, wish, wish_of_thinking, wishes_of
 from gateway.tools import parse_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -54,6 +50,9 @@ Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), 
 
 class ReasoningOptions(StrictFields):
     effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: NumTokens | None = None
+    exclude: bool = False
 
 
 ChatMessages = Annotated[Messages, messages_schema(_ROLES)]
@@ -71,24 +70,29 @@ class TemplateFields(RequestFields):
     reasoning_effort: Effort | None = None
     reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] | None = None
     enable_thinking: bool | None = None
+    thinking_token_budget: NumTokens | None = None
+    thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
 
     @property
-    def effort(self) -> Effort | None:
-        if self.reasoning_effort is not None or self.reasoning is None:
-            return self.reasoning_effort
-        return self.reasoning.effort
-
-    @property
-    def effort_param(self) -> str:
-        return "reasoning_effort" if self.effort == self.reasoning_effort else "reasoning.effort"
+    def wishes(self) -> tuple[ReasoningWish, ...]:
+        """What the request says about reasoning."""
+        options = self.reasoning or ReasoningOptions()
+        return wishes_of(
+            self.chat_template_kwargs,
+            wish("reasoning_effort", effort=self.reasoning_effort),
+            wish("reasoning.effort", effort=options.effort),
+            wish("enable_thinking", is_on=self.enable_thinking),
+            wish("reasoning.enabled", is_on=options.enabled, max_tokens=0 if options.enabled is False else None),
+            wish("thinking_token_budget", max_tokens=self.thinking_token_budget),
+            wish("reasoning.max_tokens", max_tokens=options.max_tokens),
+            wish_of_thinking(self.thinking),
+        )
 
 
 class ChatFields(ChoicesFields, TemplateFields):
     messages: ChatMessages
     max_completion_tokens: int | None = None
     include_reasoning: bool = True
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
-    thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -191,18 +195,12 @@ class ChatChoice:
 
 def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> ChatPrompt:
     """Returns the prompt of a chat. Raises ApiError, which names the wrong field."""
-    variables, hints = template_variables(
-        fields.chat_template_kwargs,
-        effort=fields.effort,
-        effort_param=fields.effort_param,
-        enable_thinking=fields.enable_thinking,
-    )
     return ChatPrompt(
         messages=tuple(_message(f"messages[{i}]", each) for i, each in enumerate(messages)),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
         options=_template_options(fields),
-        variables=variables,
-        hints=hints,
+        variables=fields.chat_template_kwargs or {},
+        wishes=fields.wishes,
     )
 
 
@@ -214,11 +212,6 @@ def parse_chat(body: bytes) -> Plan:
     if fields.best_of not in (None, fields.n):
         raise not_served("best_of", "only the value of n is")
     max_tokens, max_name = _max_tokens(fields)
-    budget = None if fields.thinking is None else fields.thinking.max_tokens
-    if fields.thinking_token_budget is not None:
-        if budget not in (None, fields.thinking_token_budget):
-            raise invalid("thinking", "differs from thinking_token_budget")
-        budget = fields.thinking_token_budget
     prompt = chat_prompt(fields.messages, fields)
     return Plan(
         model=fields.model,
@@ -236,9 +229,7 @@ def parse_chat(body: bytes) -> Plan:
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
-        max_reasoning_tokens=max_reasoning_tokens(budget, fields.effort, effort_param=fields.effort_param),
-        reasoning_fields=reasoning_fields(fields.thinking_token_budget, fields.thinking),
-        includes_reasoning=fields.include_reasoning,
+        includes_reasoning=fields.include_reasoning and not (fields.reasoning and fields.reasoning.exclude),
         num_prompt_logprobs=fields.prompt_logprobs,
         params={
             "sampling.max_tokens": max_name,
@@ -246,7 +237,7 @@ def parse_chat(body: bytes) -> Plan:
             "sampling.reasoning.max_tokens": "thinking_token_budget",
             "sampling.reasoning.end": "thinking_token_budget",
             **fields.grammar_params,
-            **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": fields.effort_param}),
+            **prompt.params_of_wishes,
             **{f"chat.tools[{i}].parameters": f"tools[{i}].function.parameters" for i in range(prompt.num_tools)},
             "prompt": "messages",
             "chat": "messages",

@@ -14,18 +14,16 @@ from gateway.apis.chat import Messages
 from gateway.apis.content_blocks import ROLES, BlockWriter, chat_of, content_of
 from gateway.conversation import (
     MAX_TOOLS,
-    Thinking,
     at_most,
     kind_not_served,
     messages_schema,
-    reasoning_fields,
-    template_variables,
 )
 from gateway.errors import ApiError, invalid, messages_error
 from gateway.fields import GenerationFields, RequestFields, parse_fields
 from gateway.grammar_fields import Constraint, SchemaText, StrictFields, without_null
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
+from gateway.reasoning import Thinking, wish, wish_of_thinking, wishes_of
 from gateway.request_record import MESSAGES_PATH
 from gateway.sending import ServerEvent
 from gateway.tools import ToolUse, no_tool, parse_function, tool_names
@@ -208,8 +206,6 @@ def parse_message(body: bytes) -> Plan:
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
-        max_reasoning_tokens=None if thinking is None else thinking.max_tokens,
-        reasoning_fields=reasoning_fields(None, thinking),
         includes_reasoning=thinking is None or thinking.display != "omitted",
         params={
             "sampling.reasoning.max_tokens": "thinking.budget_tokens",
@@ -243,8 +239,8 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[st
         messages = messages[:-1]  # nothing to go on with: a new answer
     options: dict[str, Any] = {}
     effort = None if fields.output_config is None else fields.output_config.effort
-    variables, hints = template_variables(
-        fields.chat_template_kwargs, effort=effort, effort_param="output_config.effort"
+    wishes = wishes_of(
+        fields.chat_template_kwargs, wish("output_config.effort", effort=effort), wish_of_thinking(fields.thinking)
     )
     if messages[-1].role == "assistant":
         options["continue_final_message"] = True
@@ -252,11 +248,11 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[st
         "prompt": "messages",
         "chat": "messages",
         "chat.continue_final_message": "messages",
-        **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "output_config.effort"}),
         **{f"chat.tools[{i}].parameters": f"tools[{i}].input_schema" for i in range(len(fields.tools or ()))},
     }
     tools = _tool_use(fields.tools or (), fields.tool_choice)
-    return ChatPrompt(messages, tools, options, variables, hints), params
+    prompt = ChatPrompt(messages, tools, options, fields.chat_template_kwargs or {}, wishes)
+    return prompt, {**prompt.params_of_wishes, **params}
 
 
 def _tool_use(tools: Sequence[Any], chosen: ChosenTool | None) -> ToolUse | None:

@@ -17,19 +17,15 @@ from gateway.apis.api import Admitted, Api
 from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    Effort,
     Turn,
     at_most,
     joined,
     kind_not_served,
-    max_reasoning_tokens,
     new_call_id,
     not_empty,
     params_of,
-    reasoning_fields,
     refuse_other_fields,
     string,
-    template_variables,
     text_of,
 )
 from gateway.errors import ApiError, invalid, not_served
@@ -39,6 +35,7 @@ from gateway.logprobs import token_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
+from gateway.reasoning import Effort, NumTokens, wish, wishes_of
 from gateway.sending import ServerEvent
 from gateway.tally import TokenCounts
 from gateway.tools import parse_tools
@@ -150,7 +147,7 @@ class ResponseFields(GenerationFields):
     # Fields beyond OpenAI's.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    thinking_token_budget: NumTokens | None = None
 
     asks_for_nothing: ClassVar = {
         "background": (False,),
@@ -181,19 +178,17 @@ def parse_response(body: bytes) -> Plan:
     fields = parse_fields(body, ResponseFields)
     if fields.text.verbosity not in (None, "medium"):
         raise not_served("text.verbosity", '"medium" is')
-    effort = fields.reasoning.effort
-    variables, hints = template_variables(
-        fields.chat_template_kwargs,
-        effort=effort,
-        effort_param="reasoning.effort",
-        enable_thinking=fields.enable_thinking,
-    )
     turns = tuple(joined(_turns(fields), roles={"assistant"}))
     prompt = ChatPrompt(
         messages=tuple(turn.message for turn in turns),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),
-        variables=variables,
-        hints=hints,
+        variables=fields.chat_template_kwargs or {},
+        wishes=wishes_of(
+            fields.chat_template_kwargs,
+            wish("reasoning.effort", effort=fields.reasoning.effort),
+            wish("enable_thinking", is_on=fields.enable_thinking),
+            wish("thinking_token_budget", max_tokens=fields.thinking_token_budget),
+        ),
     )
     repeated, num_repeated_bytes = _repeated(fields)
     return Plan(
@@ -205,10 +200,6 @@ def parse_response(body: bytes) -> Plan:
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
-        max_reasoning_tokens=max_reasoning_tokens(
-            fields.thinking_token_budget, effort, effort_param="reasoning.effort"
-        ),
-        reasoning_fields=reasoning_fields(fields.thinking_token_budget),
         repeated=repeated,
         num_repeated_bytes=num_repeated_bytes,
         params={
@@ -217,7 +208,7 @@ def parse_response(body: bytes) -> Plan:
             "sampling.reasoning.max_tokens": "thinking_token_budget",
             "sampling.reasoning.end": "thinking_token_budget",
             **fields.grammar_params,
-            **({} if fields.chat_template_kwargs else {"chat.chat_template_kwargs": "reasoning.effort"}),
+            **prompt.params_of_wishes,
             **params_of(turns, result_id="call_id", call_id="call_id"),
             "prompt": "input",
             "chat": "input",

@@ -129,6 +129,8 @@ def test_a_model_that_does_not_reason_has_words_only(edge: GatewayHere, reasons:
         ("/v1/chat/completions", {"thinking_token_budget": 0, "reasoning_effort": "none"}, None),
         ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("/v1/chat/completions", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("/v1/chat/completions", {"reasoning": {"enabled": True, "exclude": True}}, "reasoning.enabled"),
+        ("/v1/chat/completions", {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
         ("/v1/chat/completions", {"enable_thinking": False}, "enable_thinking"),
         (
             "/v1/chat/completions",
@@ -159,12 +161,27 @@ def test_what_says_how_to_reason_is_left_out_and_named_where_it_means_nothing(
     assert json.loads(request.chat.chat_template_kwargs or "{}").keys() <= {"a"}
 
 
-def test_what_says_how_to_reason_reaches_a_template_that_reads_it(edge: GatewayHere, reasons: ScriptedServer) -> None:
-    reasons.inference.template_variables = ["enable_thinking", "reasoning_effort"]
-    answer = edge.ask("POST", "/v1/chat/completions", {**CHAT, "enable_thinking": False, "reasoning_effort": "low"})
+@pytest.mark.parametrize(
+    ("fields", "variables", "limit"),
+    [
+        ({"enable_thinking": False, "reasoning_effort": "low"}, {"thinking": False, "reasoning_effort": "low"}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"thinking": True}, 9),
+        ({"thinking": {"type": "disabled"}}, {"thinking": False}, 0),
+        ({"thinking": {"type": "adaptive"}}, {}, None),
+        ({"reasoning": {"enabled": True}}, {"thinking": True}, None),
+        ({"reasoning": {"enabled": False}}, {"thinking": False}, 0),
+        ({"enable_thinking": True, "chat_template_kwargs": {"thinking": "a lot"}}, {"thinking": "a lot"}, None),
+    ],
+)
+def test_what_says_how_to_reason_reaches_a_template_that_reads_it(
+    fields: dict[str, Any], variables: dict[str, Any], limit: int | None, edge: GatewayHere, reasons: ScriptedServer
+) -> None:
+    reasons.inference.template_variables = ["thinking", "reasoning_effort"]
+    answer = edge.ask("POST", "/v1/chat/completions", {**CHAT, **fields})
     assert "x-ignored-fields" not in answer.headers
-    variables = json.loads(reasons.inference.requests.get(timeout=BOUND_S).chat.chat_template_kwargs)
-    assert variables == {"enable_thinking": False, "reasoning_effort": "low"}
+    request = reasons.inference.requests.get(timeout=BOUND_S)
+    assert json.loads(request.chat.chat_template_kwargs or "{}") == variables
+    assert request.sampling.reasoning == Reasoning(start="<think>", end="</think>", max_tokens=limit)
 
 
 def test_the_decode_service_is_told_the_markers_and_the_limit_of_reasoning(
@@ -213,6 +230,7 @@ def test_reasoning_may_be_left_out_of_the_answer(edge: GatewayHere) -> None:
     message = edge.ask("POST", "/v1/chat/completions", body).json["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
     assert streamed(edge, include_reasoning=False) == {"content": "Yes."}
+    assert streamed(edge, reasoning={"exclude": True}) == {"content": "Yes."}
 
 
 def test_the_text_of_chats_has_the_markers_that_are_special_tokens(edge: GatewayHere, reasons: ScriptedServer) -> None:

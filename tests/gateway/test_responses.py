@@ -464,7 +464,7 @@ def test_the_package_raises_what_the_decode_service_refuses(edge: GatewayHere, s
     ):
         scripted.inference.script = [failure(code_pb2.INVALID_ARGUMENT, f"{field}: is odd", reason="X", field=field)]
         with pytest.raises(openai.BadRequestError, match=f"{param.split('[')[0]}.*: is odd") as caught:
-            edge.openai().responses.create(**BODY)
+            edge.openai().responses.create(**BODY, reasoning={"effort": "low"})
         assert caught.value.param == param
 
 
