@@ -181,19 +181,25 @@ def test_a_failing_copy_into_the_decode_pool_fails_its_request_alone(
 # ---- replicas -------------------------------------------------------------------------------------------------------
 
 
-PHASES: dict[str, Callable[[InProcessPair], bool]] = {
-    "prefilling": lambda pair: all(replica.engine.load().num_running for replica in pair.replicas),
-    "transferring": lambda pair: pair.decode.load().rows.transferring == len(NAMES),
-}
+def until_prefilling(pair: InProcessPair) -> None:
+    pair.run(until=lambda: all(replica.engine.load().num_running for replica in pair.replicas))
 
 
-@pytest.mark.parametrize("phase", PHASES)
+def until_transferring(pair: InProcessPair) -> None:
+    pair.finish_prefill()
+    pair.run(until=lambda: pair.decode.load().rows.transferring == len(NAMES))
+
+
+@pytest.mark.parametrize("until_phase", [until_prefilling, until_transferring])
 def test_rows_of_a_lost_replica_are_retried_elsewhere_with_the_same_tokens(
-    phase: str, make_pair: MakePair, tiny_target: Tiny, undisturbed: dict[str, list[int]]
+    until_phase: Callable[[InProcessPair], None],
+    make_pair: MakePair,
+    tiny_target: Tiny,
+    undisturbed: dict[str, list[int]],
 ) -> None:
     pair = make_pair(tiny_target("llama"), NARROW)
     submit(pair, NAMES)
-    pair.run(until=lambda: PHASES[phase](pair))
+    until_phase(pair)
     pair.replicas[1].lose()
     pair.run()
     assert pair.decode.load().num_row_retries == 2, "two of the four rows were with the lost replica"

@@ -65,6 +65,7 @@ def test_drafts_are_given_up_before_a_request_is(copying: Drafted, make_pair: Ma
     for number in range(2):
         sampling = ResolvedSampling(seed=number, max_tokens=NEW_TOKENS, temperature=(0.0, 1.0)[number])
         pair.submit(str(number), [4 + (5 * number + place) % 50 for place in range(16)], sampling)
+    pair.finish_prefill()
     pair.run()
     assert all(outcome.finished is not None for outcome in pair.outcomes.values())
     assert pair.decode.load().num_retractions == 0

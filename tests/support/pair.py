@@ -280,6 +280,7 @@ class InProcessPair:
         self._prefill_draft = prefill_draft or draft
         self._prefill_draw_kernels = prefill_draw_kernels
         device = new_device()
+        self._devices = [device]
         self.prefill_steps: list[StepStats] = []
         self.decode_steps: list[StepStats] = []
         self.outcomes: dict[str, Outcome] = {}
@@ -319,6 +320,7 @@ class InProcessPair:
         self, address: str, model: TargetModel, device: Device, clock: Callable[[], float]
     ) -> PrefillReplica:
         options = self._options
+        self._devices.append(device)
         memory: SharedPool | None = None
         if options.shares_memory:
             draft = self._prefill_draft
@@ -424,7 +426,9 @@ class InProcessPair:
         self._step_prefill()
 
     def finish_prefill(self, *, bound_s: float = 60.0) -> None:
-        """Hands off all submitted requests, and lets prefill compute them before decode takes its next step."""
+        """Hands off all submitted requests, and lets prefill compute them before decode takes its next step. The step
+        after that one merges all of them, as far as budgets let their KV through.
+        """
         self.step_decode()
         give_up_s = time.monotonic() + bound_s
 
@@ -432,9 +436,16 @@ class InProcessPair:
             load = replica.engine.load()
             return bool(replica.commands or load.num_queued or load.num_running)
 
-        while any(is_computing(replica) for replica in self.replicas):
+        def is_any_busy() -> bool:
+            return any(stream.is_busy for device in self._devices for stream in device.progress())
+
+        while any(is_computing(replica) for replica in self.replicas) or is_any_busy():
             assert time.monotonic() < give_up_s, f"not over: {self.prefill.load()}"
             self.step_prefill()
+        self.step_decode()
+        while is_any_busy():
+            assert time.monotonic() < give_up_s, f"not over: {self.decode.load()}"
+            time.sleep(_IDLE_STEP_S)
 
     def step_decode(self) -> None:
         self._rest(self._decode_rest_s())
