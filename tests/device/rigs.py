@@ -11,9 +11,9 @@ import torch
 
 from common.device.cpu import CpuDevice
 from common.device.cuda import CudaDevice
-from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Device, Event, Scope, Stream
 from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda
+from tests.support.scripted_device import ScriptedDevice, refuse, run_needed
 
 BOUND_S = 60.0
 SOON_S = 0.01

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
-from common.device.scripted import ScriptedDevice
 from common.device.stream import Scope, Stream
 from tests.device.rigs import BOUND_S, SOON_S, Rig, boom, finish
+from tests.support.scripted_device import ScriptedDevice
 
 
 class Payload:

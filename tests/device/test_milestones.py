@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from common.device.scripted import ScriptedDevice
 from common.device.stream import Scope, Stream
 from tests.device.rigs import BOUND_S, Rig, boom, finish
+from tests.support.scripted_device import ScriptedDevice
 
 
 def test_work_behind_a_milestone_runs_before_its_piece_has_ended(rig: Rig) -> None:

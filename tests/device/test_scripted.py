@@ -8,9 +8,9 @@ import random
 import pytest
 
 from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
-from common.device.scripted import NotReady, ScriptedDevice, ScriptedStream, pick_with, refuse, run_needed
 from common.device.stream import Scope
 from tests.device.rigs import BOUND_S, boom
+from tests.support.scripted_device import NotReady, ScriptedDevice, ScriptedStream, pick_with, refuse, run_needed
 
 
 class Script:

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from common.attention.backend import ForwardInput
-from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Scope, Stream
 from common.errors import BatonError, RowFailure
 from common.kv.layer_group import WindowLayers
@@ -44,6 +43,7 @@ from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TAG_GRAMMAR, TagMatcher, TagModel, kv_of, oracle
 from tests.support.engines import new_decode_engine
+from tests.support.scripted_device import ScriptedDevice, ScriptedEvent, ScriptedStream
 
 REPLICA = "replica"
 

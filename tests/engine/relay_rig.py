@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.device.stream import Scope
 from common.kv.layer_group import SeedColumnSpec
 from common.kv.pool import KvPool
@@ -26,6 +25,7 @@ from decode_service.messages import Submit
 from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.engine.tags import GROUP, VOCAB_SIZE
+from tests.support.scripted_device import ScriptedDevice, ScriptedStream
 
 HIDDEN = SeedColumnSpec("hidden_states", "float32", (2,))
 

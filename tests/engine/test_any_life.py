@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from unittest import mock
 
-from common.device.scripted import ScriptedDevice, pick_with
 from common.errors import PrefillUnavailable, RowFailure
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import CallEnded, FinishReason, Replica, ReplicasChanged
@@ -22,6 +21,7 @@ from tests.engine.mutants import draft_backlog, prefixes, relay, rows, tokens
 from tests.engine.mutants import local_prefill as local_mutants
 from tests.engine.speculating import CHAIN, TREE, RandomDepth, assert_drafted_as_expected
 from tests.engine.tags import oracle
+from tests.support.scripted_device import ScriptedDevice, pick_with
 
 NUM_LIVES = 18
 BEGINNINGS = ((3, 1, 4, 1, 5, 9, 2, 6), (700, 701, 702, 703))

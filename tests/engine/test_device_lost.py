@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed, StreamClosed
-from common.device.scripted import ScriptedDevice, refuse
 from common.errors import EngineFault
 from tests.engine.harness import ScriptedEngine
 from tests.engine.speculating import CHAIN
+from tests.support.scripted_device import ScriptedDevice, refuse
 
 
 def test_closing_closes_every_stream_although_a_step_does_not_end() -> None:

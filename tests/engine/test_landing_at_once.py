@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from common.device.scripted import Observer, ScriptedDevice, ScriptedStream, run_nothing
 from decode_service.messages import SegmentsLanded
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
 from tests.engine.speculating import CHAIN
 from tests.engine.tags import GROUP
+from tests.support.scripted_device import Observer, ScriptedDevice, ScriptedStream, run_nothing
 
 NUM_REQUESTS = 7
 NUM_SEGMENTS = 2  # of each request's KV of a layer group

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event as DeviceEvent
 from decode_service.messages import Event, Finished, StartHandoff, Tokens
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.results import StepInFlight
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
+from tests.support.scripted_device import ScriptedDevice, run_needed
 
 SPEC_INFOS = [None, SpecInfo.chain(2)]
 

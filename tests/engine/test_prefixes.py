@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 
-from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.errors import PrefillUnavailable, RowFailure
 from common.kv.pool import KvPool
@@ -26,6 +25,7 @@ from tests.engine.mutants import prefixes, rows
 from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, ScriptedDepth, a_step_that_tells
 from tests.engine.tag_head import DRAFT
 from tests.engine.tags import GROUP, oracle
+from tests.support.scripted_device import ScriptedDevice, run_needed
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 OTHER = (700, 701, 702, 703)

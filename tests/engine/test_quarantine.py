@@ -9,7 +9,6 @@ import random
 from functools import partial
 
 from common.attention.backend import ForwardInput
-from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.kv.pool import RowLease
 from common.wire.handoff import KvSegment
@@ -22,6 +21,7 @@ from tests.engine.mutants import rows, speculation
 from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT, draft_kv_of
 from tests.engine.tags import GROUP, kv_of
+from tests.support.scripted_device import ScriptedDevice, run_needed
 
 with_and_without_drafts = in_cases(plain=None, chain=CHAIN)
 

@@ -9,7 +9,6 @@ import torch
 
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout
-from common.device.scripted import refuse
 from common.device.stream import Scope
 from common.errors import EngineFault
 from decode_service.speculate.spec_info import SpecInfo
@@ -20,6 +19,7 @@ from tests.engine.relay_rig import HIDDEN, make_batch, make_pool, make_relay
 from tests.engine.speculating import CHAIN
 from tests.engine.tags import VOCAB_SIZE
 from tests.support.host_scalars import RefuseHostScalars
+from tests.support.scripted_device import refuse
 
 # ---- I2: one relay row per pool row -----------------------------------------------------------------------------
 

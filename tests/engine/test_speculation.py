@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.device.scripted import ScriptedDevice, run_needed
 from common.device.stream import Event
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.schedule.results import StepInFlight
@@ -36,6 +35,7 @@ from tests.engine.speculating import (
 )
 from tests.engine.tag_head import TagHead
 from tests.engine.tags import VOCAB_SIZE
+from tests.support.scripted_device import ScriptedDevice, run_needed
 
 # ---- I12: the same tokens in every case ---------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from common.device.errors import DeviceTimeout
-from common.device.scripted import ScriptedDevice, refuse, run_needed
 from common.device.stream import Event
 from common.errors import EngineFault
 from decode_service.schedule.results import ResultTaker
@@ -18,6 +17,7 @@ from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import tokens
 from tests.engine.mutants.kinds import instead_of
+from tests.support.scripted_device import ScriptedDevice, refuse, run_needed
 
 
 def check_results_lag_one_step() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.scripted import ScriptedDevice
 from common.load import EngineLoad, PoolCounts
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
@@ -22,6 +21,7 @@ from prefill_service.messages import Command, FrameReady, OpenCall
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.harness import ScriptedEngine
 from tests.support.engines import new_decode_engine, new_prefill_engine
+from tests.support.scripted_device import ScriptedDevice
 
 BOUND_S = 30.0
 OFTEN_S = 0.001

@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import cast
 
 from common.device.piece import raise_failure
-from common.device.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 from common.device.stream import Event, MilestoneWork, OnEvent, OnMilestone, Scope, Stream, StreamKind, Work
 from tests.interleavings.footprint import HOST, Memory, Shared, Transition, Unit
 from tests.interleavings.launch_order import LaunchOrder
 from tests.interleavings.races import check_no_races
+from tests.support.scripted_device import ScriptedDevice, ScriptedEvent, ScriptedStream
 
 
 class Abandoned(BaseException):

@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from common.device.scripted import Observer, ScriptedEvent, ScriptedStream
 from common.device.stream import Event
 from tests.interleavings.footprint import HOST, Footprint, Memory, Shared, Transition, Unit
 from tests.interleavings.races import check_no_races
+from tests.support.scripted_device import Observer, ScriptedEvent, ScriptedStream
 
 SCHEDULE = "schedule"
 

@@ -15,7 +15,6 @@ from unittest import mock
 
 from torch import Tensor
 
-from common.device.scripted import ScriptedDevice
 from common.errors import PrefillUnavailable
 from common.kv.pool import KvPool
 from common.sampling.params import ResolvedSampling
@@ -48,6 +47,7 @@ from tests.engine.tag_head import DRAFT
 from tests.engine.tags import TAG_GRAMMAR, WINDOW, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.footprint import Shared
+from tests.support.scripted_device import ScriptedDevice
 
 Body = Callable[["ExploredEngine"], None]
 READY, NOT_READY = (ReplicasChanged((Replica(REPLICA, is_ready),)) for is_ready in (True, False))

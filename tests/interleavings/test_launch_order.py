@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.device.scripted import ScriptedDevice, ScriptedStream
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs
 from common.sampling.state import SamplingState
@@ -28,6 +27,7 @@ from tests.interleavings.footprint import Shared
 from tests.interleavings.launch_order import LaunchOrder
 from tests.interleavings.scenarios import Scenario, shared_by
 from tests.support.recording_device import CallRecorder
+from tests.support.scripted_device import ScriptedDevice, ScriptedStream
 
 BOUND_S = 1.0
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from common.attention.backend import ForwardInput
-from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
@@ -19,6 +18,7 @@ from tests.engine.tag_head import TagHead
 from tests.engine.tags import TagModel
 from tests.support.engines import PrefillHalf, handoff_rows
 from tests.support.faulty_target import FaultyTarget, ForwardFailed
+from tests.support.scripted_device import ScriptedDevice
 
 PROMPTS = ((11, 12, 13, 14, 15, 16, 17), (21, 22, 23))
 CHUNK_TOKENS = 4

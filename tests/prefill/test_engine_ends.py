@@ -10,7 +10,6 @@ import pytest
 
 from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
-from common.device.scripted import ScriptedDevice
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.sampling.params import ResolvedSampling
@@ -18,6 +17,7 @@ from common.sampling.state import RowSeed, SamplingState
 from tests.support.engines import PrefillHalf
 from tests.support.faulty_target import FaultyTarget
 from tests.support.pair import InProcessPair
+from tests.support.scripted_device import ScriptedDevice
 
 CHUNK_TOKENS = 8
 BOUND_S = 300.0

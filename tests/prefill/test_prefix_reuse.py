@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from common.attention.backend import ForwardInput
-from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
 from common.kv.shared_pool import SharedPool
 from common.model.forward_program import OnLayerKv
@@ -24,6 +23,7 @@ from prefill_service.messages import BytesSent, CancelCallRows, CloseCall, Segme
 from tests.engine.tag_head import DRAFT, TagHead, draft_kv_of, first_seed
 from tests.engine.tags import GROUP, TagModel, kv_of, oracle
 from tests.support.engines import PrefillHalf
+from tests.support.scripted_device import ScriptedDevice
 
 PROMPT = tuple(range(11, 31))
 SALT = "salt"

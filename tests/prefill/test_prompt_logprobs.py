@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from common.device.scripted import ScriptedDevice
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import KvSegment, RowLogprobs, unsent_bytes
 from prefill_service.messages import BytesSent, CancelCallRows, Command
 from tests.engine.tags import GROUP, TagModel
 from tests.support.engines import PrefillHalf
+from tests.support.scripted_device import ScriptedDevice
 
 PROMPT = range(11, 35)
 CHUNK_TOKENS = 4

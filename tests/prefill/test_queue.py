@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from common.device.scripted import ScriptedDevice
 from common.errors import RowFailure
 from common.grammar.grammar import TokenRules
 from common.grammar.token_rules_matcher import TokenRulesMatcher
@@ -20,6 +19,7 @@ from common.wire.handoff import HandoffRow, PrebuiltBatch, RowFailed
 from prefill_service.messages import CancelCallRows, FailRow, GiveMatcher, OpenCall
 from tests.support.engines import PrefillHalf, handoff_rows
 from tests.support.models import VOCAB_SIZE
+from tests.support.scripted_device import ScriptedDevice
 
 STEP_S = 10.0
 NUM_TOKENS = 12

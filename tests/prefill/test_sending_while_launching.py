@@ -19,7 +19,6 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost, PieceFailed
-from common.device.scripted import Observer, ScriptedDevice, ScriptedStream
 from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
@@ -33,6 +32,7 @@ from prefill_service.messages import BytesSent, Event, FrameReady, OpenCall
 from prefill_service.prompt import Prompt
 from tests.support.engines import PrefillHalf, handoff_rows
 from tests.support.faulty_target import FaultyTarget, ForwardFailed
+from tests.support.scripted_device import Observer, ScriptedDevice, ScriptedStream
 
 NUM_LAYERS = 2
 KERNELS_PER_LAYER = 1000

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.device.scripted import ScriptedDevice
 from common.kv.shared_pool import SharedPool
 from common.wire.handoff import KvSegment
 from prefill_service.messages import (
@@ -22,6 +21,7 @@ from prefill_service.messages import (
 )
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TagModel, kv_of
 from tests.support.engines import PrefillHalf
+from tests.support.scripted_device import ScriptedDevice
 
 PROMPT = tuple(range(1, 25))
 BOUND_S = 30.0

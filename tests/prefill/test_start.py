@@ -12,12 +12,12 @@ import torch
 from common.attention.backend import ForwardInput, KernelShape
 from common.attention.torch_attention import TorchAttention
 from common.config.settings import PrefillSettings
-from common.device.scripted import ScriptedDevice
 from common.errors import StartupError
 from common.model.target import TargetModel
 from prefill_service.main import check_chunks
 from tests.support.engines import new_prefill_engine
 from tests.support.faulty_target import FaultyTarget
+from tests.support.scripted_device import ScriptedDevice
 
 SHAPES = (KernelShape(3, 3), KernelShape(2, 40))
 

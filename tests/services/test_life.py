@@ -15,12 +15,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.config.settings import DecodeSettings
-from common.device.scripted import ScriptedDevice
 from common.errors import BatonError, ConfigError, EngineLost, EngineStalled
 from common.service.engine_thread import EngineInbox
 from common.service.life import ServiceLife
 from common.service.program import termination_signals
 from common.telemetry.engine_metrics import EngineMetrics
+from tests.support.scripted_device import ScriptedDevice
 
 BOUND_S = 60.0
 

@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from common.device.scripted import ScriptedStream
 from common.device.stream import Event
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from tests.engine.mutants.kinds import Mutant, arguments_given, instead_of
+from tests.support.scripted_device import ScriptedStream
 
 Bootstrap = Callable[[FutureMap, Tensor, Tensor, RelayPayload], None]
 

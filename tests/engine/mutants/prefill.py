@@ -8,7 +8,6 @@ from typing import cast
 import pytest
 
 from common.device.cell import Cell
-from common.device.scripted import ScriptedStream
 from common.device.stream import Event
 from common.kv.pool import RowLease
 from common.prompts.chunk_batch import ChunkBatch
@@ -16,6 +15,7 @@ from common.prompts.worker import Computed
 from prefill_service.handoff.sender import KvSender
 from prefill_service.schedule import scheduler
 from tests.engine.mutants.kinds import instead_of, use_not_noted
+from tests.support.scripted_device import ScriptedStream
 
 
 @instead_of(ScriptedStream, "wait")

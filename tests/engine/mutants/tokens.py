@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.device.scripted import ScriptedStream
 from common.device.stream import Scope, Work
 from common.sampling import operators as sampling
 from common.sampling.state import RowSeed, SamplingState
 from decode_service.schedule.results import RowResults, StepInFlight
 from tests.engine.mutants.kinds import instead_of
+from tests.support.scripted_device import ScriptedStream
 
 
 @instead_of(StepInFlight, "results")
