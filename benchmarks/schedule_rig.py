@@ -28,10 +28,12 @@ from common.device.cell import Cell
 from common.device.cpu import CpuDevice
 from common.device.inline import InlineStream
 from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
+from common.draft.engine_parts import EngineParts
 from common.draft.head import DraftHead
 from common.grammar.grammar import GrammarKind
 from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, SeedColumnSpec
 from common.kv.pool import CacheKey
+from common.kv.pool_size import PoolSize
 from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.sampling.operators import Sampled
@@ -63,6 +65,7 @@ from decode_service.messages import (
     StartHandoff,
 )
 from decode_service.schedule import scheduler
+from decode_service.schedule.config import DecodeConfig
 from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from tests.decode_edge.tokenizers_for_tests import byte_level
@@ -319,24 +322,27 @@ class ScheduleRig:
 
         attention = TorchAttention()  # has no kernels to compile
         with mock.patch.object(forward_side, "new_worker", preset):
+            model = SimpleNamespace(
+                layer_group=groups[0],
+                windows=(),
+                vocab_size=VOCAB_SIZE,
+                attention=attention,
+                pool_tensors=None,
+                recorder=lambda recorder: recorder,
+            )
+            draft = SimpleNamespace(layer_group=groups[1]) if spec_info else None
+            max_kv_tokens = self._num_cached_tokens or self._num_rows * CONTEXT_TOKENS + CONTEXT_TOKENS
             return scheduler.DecodeEngine(
-                model=cast(
-                    TargetModel,
-                    SimpleNamespace(
-                        layer_group=groups[0],
-                        windows=(),
-                        vocab_size=VOCAB_SIZE,
-                        attention=attention,
-                        pool_tensors=None,
-                        recorder=lambda recorder: recorder,
-                    ),
+                DecodeConfig(spec_info=spec_info),
+                PoolSize(
+                    max_rows=self._num_rows,
+                    max_kv_tokens=max_kv_tokens,
+                    max_window_tokens=max_kv_tokens,
+                    max_context_tokens=CONTEXT_TOKENS,
+                    decided_by="the benchmark",
                 ),
-                draft=cast(DraftHead, SimpleNamespace(layer_group=groups[1])) if spec_info else None,
+                EngineParts(model=cast(TargetModel, model), draft=cast(DraftHead | None, draft), device=self._device),
                 depth=depth_of(spec_info, adapts=False),
-                device=self._device,
-                max_rows=self._num_rows,
-                max_kv_tokens=self._num_cached_tokens or self._num_rows * CONTEXT_TOKENS + CONTEXT_TOKENS,
-                max_context_tokens=CONTEXT_TOKENS,
                 on_step=on_step,
             )
 

@@ -18,6 +18,7 @@ from common.addresses import is_loopback
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
 from common.device.errors import PieceFailed
+from common.draft.head import DraftHead
 from common.errors import StartupError
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.model.model_files import GENERATION_CONFIG
@@ -29,7 +30,7 @@ from common.rpc.tls import channel_credentials
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
 from common.service.process import Process
-from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
+from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
 from common.service.server import Server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
@@ -53,11 +54,10 @@ from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.timeouts import HandoffTimeouts
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.messages import Command
-from decode_service.schedule.local_prefill import local_chunk_tokens
-from decode_service.schedule.scheduler import DecodeEngine, Deliver, tokens_in_flight
+from decode_service.schedule.config import DecodeConfig
+from decode_service.schedule.scheduler import DecodeEngine, Deliver
 from decode_service.schedule.shares import OTHERS
 from decode_service.speculate.depth import depth_of
-from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
 _EDGE_BYTES = 1 << 29
@@ -94,17 +94,12 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
     if runtime.draft is None:
         _log.info("no_draft_head", model=settings.model)
     metrics = EngineMetrics(process.registry)
-    spec_info = speculation_of(settings, runtime.draft) if runtime.draft else None
+    config = engine_config(settings, runtime.draft)
     size = runtime.size_pool(
         settings,
-        memory_beside_pool(settings, runtime, spec_info),
-        num_in_flight=tokens_in_flight(
-            num_step_slots=1 if spec_info is None else spec_info.num_slots,
-            max_chunk_tokens=local_chunk_tokens(
-                local_prefill_tokens=settings.max_short_prompt, prefill_fallback=settings.prefill_fallback
-            ),
-        ),
-        tokens_ahead=0 if spec_info is None else spec_info.num_slots - 1,
+        memory_beside_pool(settings, runtime, config),
+        num_in_flight=config.tokens_in_flight,
+        tokens_ahead=config.tokens_ahead,
     )
     inbox: EngineInbox[Command] = EngineInbox()
     replicas = ReplicaBoard(serves_alone=settings.prefill_fallback)
@@ -179,7 +174,7 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         router = EventRouter(
             loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
         )
-        engine = new_engine(settings, process, size, on_step=_on_step(metrics, process), deliver=router.deliver)
+        engine = new_engine(settings, process, config, size, on_step=_on_step(metrics, process), deliver=router.deliver)
         if (recorded := engine.recorded) is not None:
             _log.info(
                 "forwards_recorded",
@@ -243,26 +238,41 @@ def client_weights(settings: DecodeSettings) -> dict[str, float]:
     return {OTHERS if name == OTHERS else tenant_key(name): float(weight) for name, _, weight in pairs}
 
 
+def engine_config(settings: DecodeSettings, draft: DraftHead | None) -> DecodeConfig:
+    """Returns what the settings tell the engine. Raises StartupError, naming the setting, if the head does not fit."""
+    return DecodeConfig(
+        **common_config(settings),
+        spec_info=None if draft is None else speculation_of(settings, draft),
+        prefix_routing=settings.uses(FastPath.PREFIX_ROUTING),
+        local_prefill_tokens=settings.max_short_prompt,
+        prefill_fallback=settings.prefill_fallback,
+        replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
+        nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
+        max_handoff_attempts=settings.max_handoff_attempts,
+        prefill_timeout_s=settings.prefill_timeout_s,
+        best_priority=settings.best_priority,
+        client_weights=client_weights(settings),
+        reclaim_after_s=settings.reclaim_after_s,
+    )
+
+
 def new_engine(
-    settings: DecodeSettings, process: Process, size: PoolSize, *, on_step: OnStep, deliver: Deliver | None = None
+    settings: DecodeSettings,
+    process: Process,
+    config: DecodeConfig,
+    size: PoolSize,
+    *,
+    on_step: OnStep,
+    deliver: Deliver | None = None,
 ) -> DecodeEngine:
-    draft = process.runtime.draft
-    spec_info = None if draft is None else within_rows(speculation_of(settings, draft), size.max_rows)
+    spec_info = None if config.spec_info is None else within_rows(config.spec_info, size.max_rows)
     try:
         with room_beside_pool():
             return DecodeEngine(
-                **engine_arguments(settings, process.runtime, size),
+                config,
+                size,
+                process.runtime.parts,
                 depth=depth_of(spec_info, adapts=settings.adaptive_depth),
-                replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
-                nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
-                prefix_routing=settings.uses(FastPath.PREFIX_ROUTING),
-                local_prefill_tokens=settings.max_short_prompt,
-                prefill_fallback=settings.prefill_fallback,
-                max_handoff_attempts=settings.max_handoff_attempts,
-                prefill_timeout_s=settings.prefill_timeout_s,
-                best_priority=settings.best_priority,
-                client_weights=client_weights(settings),
-                reclaim_after_s=settings.reclaim_after_s,
                 on_step=on_step,
                 deliver=deliver,
             )
@@ -271,24 +281,21 @@ def new_engine(
         raise StartupError(f"{FastPath.CUDA_GRAPHS}: {message}: {error}") from error
 
 
-def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: SpecInfo | None) -> MemoryBeside:
+def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, config: DecodeConfig) -> MemoryBeside:
     """Returns the bytes of memory that must stay free beside the KV pool, as a function of the number of rows.
 
     They are for the forward of a step or of a prompt that is computed here, the recorded forwards, the inputs that a
     draft head has not read, received segments, and the processes of edges.
     """
     model, draft = runtime.model, runtime.draft
-    depth = depth_of(spec_info, adapts=settings.adaptive_depth)
+    depth = depth_of(config.spec_info, adapts=settings.adaptive_depth)
     levels = [None] if depth is None else depth.levels
     state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
-    records = settings.uses(FastPath.CUDA_GRAPHS) and runtime.device.graphs is not None
+    records = config.replays_forwards and runtime.device.graphs is not None
     edge_bytes = settings.edge_processes * _EDGE_BYTES if model.torch_device.type == "cpu" else 0
-    num_chunk_tokens = local_chunk_tokens(
-        local_prefill_tokens=settings.max_short_prompt, prefill_fallback=settings.prefill_fallback
-    )
 
     def step(num_rows: int) -> StepMemory:
-        num_tokens = max(num_rows * max(map(num_step_tokens, levels)), num_chunk_tokens)
+        num_tokens = max(num_rows * max(map(num_step_tokens, levels)), config.max_chunk_tokens)
         recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
         unread = 0 if draft is None else max(MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
         return StepMemory(
@@ -298,12 +305,7 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, spec_info: Sp
             kept_bytes=(recorded if records else 0) + unread + edge_bytes,
         )
 
-    return memory_beside(
-        runtime,
-        step,
-        staged_bytes=settings.receive_budget_bytes,
-        tokens_ahead=0 if spec_info is None else spec_info.num_slots - 1,
-    )
+    return memory_beside(runtime, step, staged_bytes=settings.receive_budget_bytes, tokens_ahead=config.tokens_ahead)
 
 
 def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTransport:

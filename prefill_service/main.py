@@ -5,7 +5,7 @@ gRPC server ─▶ PrefillServicer ─post─▶ EngineInbox ─▶ PrefillEngin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -21,7 +21,7 @@ from common.kv.shared_pool import SharedPool
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
 from common.service.process import Process
-from common.service.runtime import Runtime, StepMemory, engine_arguments, memory_beside
+from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
 from common.service.server import ServerLimits, open_server
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.grammar_metrics import GrammarMetrics
@@ -37,7 +37,8 @@ from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.handoff_metrics import HandoffMetrics
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import BytesSent, Command, Event, FrameReady
-from prefill_service.schedule.scheduler import PrefillEngine, tokens_in_flight
+from prefill_service.schedule.config import PrefillConfig
+from prefill_service.schedule.scheduler import EdgeCalls, PrefillEngine
 
 _log = structlog.get_logger(__name__)
 
@@ -62,9 +63,8 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
     """
     runtime = process.runtime
     check_chunks(settings, runtime.draft)
-    size = runtime.size_pool(
-        settings, memory_beside_pool(settings, runtime), num_in_flight=tokens_in_flight(settings.chunk_tokens)
-    )
+    config = engine_config(settings)
+    size = runtime.size_pool(settings, memory_beside_pool(settings, runtime), num_in_flight=config.tokens_in_flight)
     async with AsyncExitStack() as outlives_the_engine:
         lent = await LentMemory.opened(
             settings.kv_transport,
@@ -104,15 +104,8 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             handoff_metrics.on_frames(event.frame for event in events if isinstance(event, FrameReady))
             servicer.deliver(events)
 
-        engine = new_engine(
-            settings,
-            process,
-            size,
-            lent.pool,
-            on_step=metrics.on_step,
-            deliver=deliver,
-            returned=partial(inbox.take, BytesSent),
-        )
+        edge = EdgeCalls(deliver=deliver, returned=partial(inbox.take, BytesSent))
+        engine = new_engine(config, process, size, lent.pool, on_step=metrics.on_step, edge=edge)
         thread = EngineThread(
             inbox=inbox,
             engine=engine,
@@ -145,31 +138,38 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
         )
 
 
+def engine_config(settings: PrefillSettings) -> PrefillConfig:
+    """Returns what the settings tell the engine."""
+    return PrefillConfig(
+        **common_config(settings),
+        chunk_tokens=settings.chunk_tokens,
+        max_batch_tokens=settings.most_batch_tokens,
+        draft_topk=settings.draft_topk,
+        send_budget_bytes=settings.send_budget_bytes,
+        max_segment_bytes=settings.max_segment_bytes,
+        max_queued_rows=settings.max_queued_rows,
+        early_sending=settings.uses(FastPath.EARLY_SENDING),
+    )
+
+
 def new_engine(
-    settings: PrefillSettings,
+    config: PrefillConfig,
     process: Process,
     size: PoolSize,
     shared_pool: SharedPool | None,
     *,
     on_step: OnStep,
-    deliver: Callable[[Sequence[Event]], None] | None = None,
-    returned: Callable[[], Sequence[BytesSent]] = tuple,
+    edge: EdgeCalls | None = None,
 ) -> PrefillEngine:
     with room_beside_pool():
         return PrefillEngine(
-            **engine_arguments(settings, process.runtime, size),
-            draft_topk=settings.draft_topk,
-            chunk_tokens=settings.chunk_tokens,
-            max_batch_tokens=settings.most_batch_tokens,
-            send_budget_bytes=settings.send_budget_bytes,
-            max_segment_bytes=settings.max_segment_bytes,
-            max_queued_rows=settings.max_queued_rows,
-            early_sending=settings.uses(FastPath.EARLY_SENDING),
-            on_step=on_step,
-            deliver=deliver,
-            returned=returned,
+            config,
+            size,
+            process.runtime.parts,
             shared_pool=shared_pool,
             new_framed_kv=FramePayload,
+            on_step=on_step,
+            edge=edge,
         )
 
 

@@ -8,23 +8,20 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput, KernelShape
-from common.device.stream import Device, Scope, Stream
-from common.draft.head import DraftHead
+from common.device.stream import Scope, Stream
+from common.draft.engine_parts import EngineParts
 from common.kv.pool import KvPool
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
-from common.model.target import TargetModel
 from common.sampling.state import DrawKernels, SamplingState
 
 
 def warm_kernels(
+    parts: EngineParts,
     *,
-    model: TargetModel,
-    draft: DraftHead | None,
     draft_topk: int,
     pool: KvPool,
     sampling_state: SamplingState,
-    device: Device,
     stream: Stream,
     timeout_s: float,
 ) -> None:
@@ -33,6 +30,7 @@ def warm_kernels(
     It runs one forward for each shape for which attention has a kernel, also with tree masks if `draft_topk` is above
     1 (tree drafting). Blocks until all are done. Raises PieceFailed if one fails, and DeviceTimeout after `timeout_s`.
     """
+    model, draft, device = parts.model, parts.draft, parts.device
     shapes = model.attention.kernel_shapes(with_masks=draft_topk > 1)
     draws = sampling_state.kernels
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from common.device.cell import Cell
-from common.device.stream import Device, Event, Measured, Scope, Stream
+from common.device.stream import Event, Measured, Scope, Stream
+from common.draft.engine_parts import EngineParts
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
 from common.draft.seed import Seed
 from common.draft.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
-from common.model.target import TargetModel
 from common.prompts.chunk_batch import ChunkBatch, PromptT
 from common.prompts.scores import Scores
 from common.sampling.operators import Sampled, sample, sampled_to_host
@@ -70,19 +70,18 @@ class PromptWorker:
 
     def __init__(
         self,
+        parts: EngineParts,
         *,
-        model: TargetModel,
-        draft: DraftHead | None,
         draft_topk: int,
-        device: Device,
         pool: KvPool,
         sampling_state: SamplingState,
         stream: Stream,
     ) -> None:
-        self._model = model
-        self._draft = draft
+        self._parts = parts
+        self._model = parts.model
+        self._draft = parts.draft
         self._draft_topk = draft_topk
-        self._device = device
+        self._device = parts.device
         self._pool = pool
         self._sampling_state = sampling_state
         self._stream = stream
@@ -90,12 +89,10 @@ class PromptWorker:
     def compile_kernels(self, timeout_s: float) -> None:
         """Compiles the kernels that prompts need, before the first prompt. Raises PieceFailed or DeviceTimeout."""
         warm_kernels(
-            model=self._model,
-            draft=self._draft,
+            self._parts,
             draft_topk=1,  # no prompt has a draft tree
             pool=self._pool,
             sampling_state=self._sampling_state,
-            device=self._device,
             stream=self._stream,
             timeout_s=timeout_s,
         )

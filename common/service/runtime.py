@@ -25,6 +25,7 @@ from common.config.settings import ServiceSettings
 from common.cpu_engine import cpu_engine
 from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device
+from common.draft.engine_parts import EngineParts
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
@@ -93,6 +94,17 @@ class Runtime:
     beside: WorkBeside
     beside_roles: WorkBeside
     ranks: Ranks | None
+
+    @property
+    def parts(self) -> EngineParts:
+        """What an engine computes with."""
+        return EngineParts(
+            model=self.model,
+            draft=self.draft,
+            device=self.device,
+            draw_kernels=self.draw_kernels,
+            timeline=self.timeline,
+        )
 
     @property
     def forward_counts(self) -> Mapping[str, ForwardCounts]:
@@ -202,38 +214,21 @@ def _num_stream_threads(settings: ServiceSettings) -> int:
     return max(1, num_compute_threads(settings.num_threads, settings.share_of_cores) // settings.tensor_parallel)
 
 
-class EngineArguments(TypedDict):
-    """The constructor arguments that both engines have in common."""
+class CommonConfig(TypedDict):
+    """The fields of EngineConfig."""
 
-    model: TargetModel
-    draft: PagedHead | None
-    device: Device
-    draw_kernels: DrawKernels | None
-    max_rows: int
-    max_kv_tokens: int
-    max_window_tokens: int
-    max_context_tokens: int
     overlap: bool
     prefix_cache: bool
     ageing: Ageing
-    timeline: Timeline
     debug_checks: bool
 
 
-def engine_arguments(settings: ServiceSettings, runtime: Runtime, size: PoolSize) -> EngineArguments:
-    return EngineArguments(
-        model=runtime.model,
-        draft=runtime.draft,
-        device=runtime.device,
-        draw_kernels=runtime.draw_kernels,
-        max_rows=size.max_rows,
-        max_kv_tokens=size.max_kv_tokens,
-        max_window_tokens=size.max_window_tokens,
-        max_context_tokens=size.max_context_tokens,
+def common_config(settings: ServiceSettings) -> CommonConfig:
+    """Returns what the settings tell engines of both kinds."""
+    return CommonConfig(
         overlap=settings.uses(FastPath.OVERLAP),
         prefix_cache=settings.uses(FastPath.PREFIX_CACHE),
         ageing=Ageing(step_s=settings.priority_step_s),
-        timeline=runtime.timeline,
         debug_checks=settings.debug_checks,
     )
 

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.device.stream import Device, Stream
+from common.draft.engine_parts import EngineParts
 from common.draft.graphed_head import GraphedHead
 from common.draft.head import DraftHead
 from common.draft.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.graphed_target import GraphedTarget
-from common.model.target import Target, TargetModel
-from common.sampling.state import DrawKernels, SamplingState
+from common.model.target import Target
+from common.sampling.state import SamplingState
 from decode_service.forward.eagle_worker import EagleWorker, MultiLayerEagleWorker
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.recording import Recorded, record_forwards
@@ -38,12 +39,9 @@ class ForwardSide:
     @classmethod
     def open(
         cls,
+        parts: EngineParts,
         *,
-        model: TargetModel,
-        draft: DraftHead | None,
         levels: Sequence[SpecInfo],
-        device: Device,
-        draw_kernels: DrawKernels | None,
         pool: KvPool,
         replays_forwards: bool,
         poisons_consumed_rows: bool,
@@ -51,12 +49,12 @@ class ForwardSide:
     ) -> ForwardSide:
         """Creates the objects, warms the kernels and records the forwards if they are to be replayed.
 
-        `levels` are the speculations of all depths that a step may have, the deepest last. It is empty without `draft`.
+        `levels` are the speculations of all depths that a step may have, the deepest last. It is empty without a head.
         With `replays_forwards` the forwards are recorded where the device and the attention backend allow it. With
         `poisons_consumed_rows` the relay detects a token that is read twice. `wait_timeout_s` limits each wait for the
         forward stream. Raises PieceFailed if the forwards should be recorded and cannot be.
         """
-        max_rows = pool.rows.max_rows
+        model, device, max_rows = parts.model, parts.device, pool.rows.max_rows
         recorder = model.recorder(device.graphs) if replays_forwards and device.graphs is not None else None
         if recorder is not None and not model.attention.follows_lengths:
             recorder = None  # a recorded forward is bounded by the table's width, and each step would pay for that
@@ -66,11 +64,11 @@ class ForwardSide:
             max_rows=max_rows,
             vocab_size=model.vocab_size,
             torch_device=device.torch_device,
-            kernels=draw_kernels,
+            kernels=parts.draw_kernels,
         )
         worker = new_worker(
             model=model,
-            draft=draft,
+            draft=parts.draft,
             spec_info=levels[-1] if levels else None,
             device=device,
             pool=pool,
@@ -91,12 +89,10 @@ class ForwardSide:
         # Recording compiles most kernels but not all: a head catches up on rows of unequal lag without a recorded
         # forward.
         warm_kernels(
-            model=model,
-            draft=draft,
+            parts,
             draft_topk=max((level.topk for level in levels), default=1),
             pool=pool,
             sampling_state=sampling_state,
-            device=device,
             stream=stream,
             timeout_s=wait_timeout_s,
         )

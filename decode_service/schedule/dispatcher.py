@@ -28,25 +28,14 @@ from decode_service.messages import (
     ReplicasChanged,
     StartHandoff,
 )
+from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, Scored
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
-from decode_service.schedule.shares import Shares
 from decode_service.schedule.waiting_queue import WaitingQueue
-
-HEADROOM_TOKENS = 16
-"""Slots that stay free for each row in use when a request gets a row, so that a new request does not soon cause a
-retraction.
-"""
-
-FALLBACK_AFTER_S = 1.0
-"""For how long no replica must be ready before this service computes requests of any length itself. A replica that has
-lost a call, or was never polled, counts as not ready until its next poll. This is twice the interval of polls, so that
-no long prompt is computed here only because a poll has not come yet.
-"""
 
 _WORTH_HOME = 4
 """A prompt that is not short is computed here only if every replica lacks so many times as many of its tokens as this
@@ -116,16 +105,11 @@ class PrefillDispatcher:
         *,
         pool: KvPool,
         waiting: WaitingQueue,
-        shares: Shares,
         landing: LandingZone,
         lives: Lives,
         local: LocalPrefill,
         replicas: ReplicaSet,
-        local_prefill_tokens: int,
-        prefill_fallback: bool,
-        reclaim_after_s: float,
-        max_attempts: int,
-        unavailable_timeout_s: float,
+        config: DecodeConfig,
         clock: Callable[[], float],
         post: Callable[[Event], None],
         fail: Callable[[Request, BatonError], None],
@@ -133,16 +117,12 @@ class PrefillDispatcher:
         self._pool = pool
         self._landing = landing
         self._local = local
-        self._local_prefill_tokens = local_prefill_tokens
-        self._falls_back = prefill_fallback
-        self._max_attempts = max_attempts
-        self._unavailable_timeout_s = unavailable_timeout_s
+        self._config = config
         self._clock = clock
         self._post = post
         self._fail = fail
         self._waiting = waiting
-        self._shares = shares
-        self._reclaim_after_s = reclaim_after_s
+        self._shares = waiting.shares
         self._lives = lives
         self._replicas = replicas
         self._is_degraded = False
@@ -175,7 +155,9 @@ class PrefillDispatcher:
         ready before. It is infinite if a replica is ready, or if the service computes only short prompts itself.
         """
         since_s = self._replicas.none_ready_since_s
-        return since_s + FALLBACK_AFTER_S if self._falls_back and since_s is not None else math.inf
+        if since_s is None or not self._config.prefill_fallback:
+            return math.inf
+        return since_s + self._config.fallback_after_s
 
     def update_replicas(self, changed: ReplicasChanged) -> None:
         self._replicas.update(changed, self._clock(), num_outstanding=self._landing.uncomputed_tokens())
@@ -225,7 +207,7 @@ class PrefillDispatcher:
                 continue
             self.num_row_retries += 1
             req.avoid_replica = row.replica
-            req.not_before_s = now_s + min(row.retry_after_s, self._unavailable_timeout_s)
+            req.not_before_s = now_s + min(row.retry_after_s, self._config.prefill_timeout_s)
             self._lives.enter(req, Phase.QUEUE, at_s=now_s, lost=str(row.error))
 
     def collect(self) -> tuple[ReadyRows, ...]:
@@ -325,7 +307,7 @@ class PrefillDispatcher:
         self._seen = self._changes()  # those who fail now may leave room to others
         self._look_again_s = min(self._fail_overdue(now_s), now_s + _LOOK_INTERVAL_S)
         for short in self.short:
-            if now_s < (reclaim_s := short.req.since_s + self._reclaim_after_s):
+            if now_s < (reclaim_s := short.req.since_s + self._config.reclaim_after_s):
                 self._look_again_s = min(self._look_again_s, reclaim_s)
         if self._degraded_from_s > now_s:
             self._look_again_s = min(self._look_again_s, self._degraded_from_s)
@@ -356,7 +338,7 @@ class PrefillDispatcher:
         tokens. That is so after a long turn of a chat whose short turns were computed here, because their KV is in no
         replica's cache.
         """
-        if not (self._local_prefill_tokens or self.is_degraded):
+        if not (self._config.local_prefill_tokens or self.is_degraded):
             return False
         num_tokens = len(req.token_ids)
         num_left = num_tokens - self._pool.num_cached(req.usable_key)
@@ -374,7 +356,7 @@ class PrefillDispatcher:
     @property
     def _max_short_tokens(self) -> int:
         """The most tokens that all short prompts computed here may have left, together."""
-        return self._local.max_chunk_tokens if self.is_degraded else self._local_prefill_tokens
+        return self._local.max_chunk_tokens if self.is_degraded else self._config.local_prefill_tokens
 
     def _begin_to_wait(self, req: Request, *, stays_home: bool) -> AwaitedKv | None:
         """Makes the request wait if much of its KV is on its way for another request. Returns the KV that it waits for,
@@ -425,7 +407,7 @@ class PrefillDispatcher:
         num_others = self._pool.rows.max_rows - self._pool.num_free_rows + spared.num_rows
         num_spared = spared.num_tokens
         if num_others:
-            num_spared += (num_others + 1) * HEADROOM_TOKENS
+            num_spared += (num_others + 1) * self._config.headroom_tokens
         num_tokens = len(req.token_ids) if req.needs_kv or stays_home else 0
         key = None if not num_tokens or (stays_home and req.is_scored) else req.cache_key
         return Short(req, num_tokens, key, not stays_home and num_tokens > 0, spared.num_rows, num_spared)
@@ -498,7 +480,7 @@ class PrefillDispatcher:
         if self._degraded_from_s < math.inf:
             return None
         if (since_s := self._replicas.none_ready_since_s) is not None:
-            limit_s = max(since_s, req.since_s) + self._unavailable_timeout_s
+            limit_s = max(since_s, req.since_s) + self._config.prefill_timeout_s
             return self._replicas.unavailable_error(), now_s if self._replicas.are_hopeless else limit_s
         error = self._replicas.too_long_error(len(req.token_ids))
         if error is None:
@@ -513,7 +495,7 @@ class PrefillDispatcher:
         """
         if not row.is_refusal:
             req.num_failures += 1
-            return req.num_failures >= self._max_attempts
+            return req.num_failures >= self._config.max_handoff_attempts
         return self._degraded_from_s == math.inf and self._refusal_limit_s(req, now_s) <= now_s
 
     def _refusal_limit_s(self, req: Request, now_s: float) -> float:
@@ -524,7 +506,7 @@ class PrefillDispatcher:
         """
         if req.refused_since_s is None:
             req.refused_since_s = now_s
-        return req.refused_since_s + self._unavailable_timeout_s
+        return req.refused_since_s + self._config.prefill_timeout_s
 
 
 def _time_left_ms(seconds: float) -> int:

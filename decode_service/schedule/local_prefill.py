@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from common.device.cell import Cell
 from common.device.errors import PieceFailed
-from common.device.stream import Device, Event, Scope, Stream, raise_if_device_failed
-from common.draft.head import DraftHead
+from common.device.stream import Event, Scope, Stream, raise_if_device_failed
+from common.draft.engine_parts import EngineParts
 from common.draft.seed import column_to_numpy
 from common.errors import EngineFault
 from common.grammar.matcher import Matcher
 from common.kv.pool import KvPool, RowLease
-from common.model.target import TargetModel
 from common.prompts.chunk_batch import ChunkBatch, cut_chunks
 from common.prompts.scores import max_scored_tokens
 from common.prompts.worker import Computed, PromptWorker
@@ -34,16 +33,6 @@ from common.sampling.state import RowSeed, SamplingState
 from common.wire.handoff import PrebuiltBatch
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
-
-FALLBACK_CHUNK_TOKENS = 256
-"""The most tokens in a forward while no replica is ready. Computing so many takes longer than reading the model's
-weights from memory, and a CPU's fused forward takes no more at once.
-"""
-
-
-def local_chunk_tokens(*, local_prefill_tokens: int, prefill_fallback: bool) -> int:
-    """Returns the most prompt tokens that one forward of the decode service computes; 0 if it computes no prompts."""
-    return max(local_prefill_tokens, FALLBACK_CHUNK_TOKENS if prefill_fallback else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,11 +97,9 @@ class LocalPrefill:
 
     def __init__(
         self,
+        parts: EngineParts,
         *,
-        model: TargetModel,
-        draft: DraftHead | None,
         draft_topk: int,
-        device: Device,
         pool: KvPool,
         sampling_state: SamplingState,
         stream: Stream,
@@ -122,21 +109,15 @@ class LocalPrefill:
         of first drafts in a draft seed.
         """
         self._pool = pool
-        self._device = device
+        self._device = parts.device
         self._stream = stream
         self._sampling_state = sampling_state
-        self._layer_group = model.layer_group.name
-        self._num_draft_layers = draft.layer_group.num_layers if draft else 1
+        self._layer_group = parts.model.layer_group.name
+        self._num_draft_layers = max(parts.num_draft_layers, 1)
         self.max_chunk_tokens = max(max_chunk_tokens, self._num_draft_layers)
-        self._max_scored_tokens = max(max_scored_tokens(model.vocab_size), self._num_draft_layers)
+        self._max_scored_tokens = max(max_scored_tokens(parts.model.vocab_size), self._num_draft_layers)
         self._worker = PromptWorker(
-            model=model,
-            draft=draft,
-            draft_topk=draft_topk,
-            device=device,
-            pool=pool,
-            sampling_state=sampling_state,
-            stream=stream,
+            parts, draft_topk=draft_topk, pool=pool, sampling_state=sampling_state, stream=stream
         )
         self._prompts: dict[Request, LocalPrompt] = {}
         self._in_flight: _Launched | None = None

@@ -9,7 +9,7 @@ If grammars constrain rows of N+1, their tokens are drawn only after "finish N",
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -18,18 +18,16 @@ import torch
 from torch import Tensor
 
 from common.device.errors import PieceFailed
-from common.device.stream import NOT_YET, Device, Scope, WakeUp, naming_a_lost_device, wait_in_order
+from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.upload import device_copy
-from common.draft.head import DraftHead
+from common.draft.engine_parts import EngineParts
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
+from common.kv.pool_size import PoolSize
 from common.kv.prefix_tree import PrefixTree
 from common.load import EngineLoad
-from common.model.target import TargetModel
-from common.priority import DEFAULT_AGEING, Ageing
-from common.sampling.state import DrawKernels
 from common.telemetry.step_stats import OnStep, StepStats
-from common.telemetry.timeline import ENGINE, Timeline, Track, recorded
+from common.telemetry.timeline import ENGINE, Track, recorded
 from decode_service.forward.forward_side import ForwardSide
 from decode_service.messages import (
     Abort,
@@ -45,11 +43,12 @@ from decode_service.messages import (
     ReplicasChanged,
     Submit,
 )
+from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.grammars import forced_tokens, masks_of
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives, Place
-from decode_service.schedule.local_prefill import LocalPrefill, local_chunk_tokens
+from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import (
@@ -68,8 +67,6 @@ from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
 
 _STEP_TIMEOUT_S = 300.0
-LEFT_TOGETHER = 16
-"""A row's tokens leave its windows in groups of at least this many, because each group costs time."""
 _IDLE_WAIT_S = 0.5
 _WAITING_WAIT_S = 0.05
 
@@ -113,104 +110,57 @@ class Outbox:
         return events
 
 
-def tokens_in_flight(*, num_step_slots: int, max_chunk_tokens: int) -> int:
-    """Returns how many tokens of a row are at most written past those that are known to be computed.
-
-    A step writes at most `num_step_slots`. While one is launched, another is in flight, and the tokens of one more have
-    not left the row's windows. A chunk of a prompt is never in flight with another one.
-    """
-    return max(LEFT_TOGETHER + 3 * num_step_slots, max_chunk_tokens)
-
-
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft` and `depth`, which decides how
-    deep each step drafts, are both given or both None. `max_rows` bounds the rows that are reserved, receive KV or run,
-    together. With `prefix_cache` a request holds its longest prefix whose KV an earlier request left in the pool, and
-    the prefill service sends the rest. With `prefix_routing` the choice of that service weighs what it has cached
-    against its load. If at most `local_prefill_tokens` are left to compute, this engine computes them itself, in chunks
-    of at most as many tokens between its steps; 0 switches that off. With `prefill_fallback` it computes prompts of any
-    length while no prefill replica is ready. With `replays_forwards` the steps' forwards are recorded as graphs when
-    the engine is created, if the device can. `nontemporal_copies` makes large KV copies bypass the CPU's caches.
-    Requests are served by their priorities, which `ageing` changes, to `best_priority` at best.
-    Clients share the rows and slots in proportion to `client_weights`, by default 1 each. One that waits for longer
-    than `reclaim_after_s` gets rows and slots of requests of clients that hold more; 0 switches that off.
-    `overlap=False` finishes each step before the next is scheduled. Figures and time-outs use `clock` (monotonic
+    `depth` decides how deep each step drafts, `config.spec_info` at most. It is given if there is a draft head. At most
+    `size.max_rows` rows are reserved, receive KV or run, together. Figures and time-outs use `clock` (monotonic
     seconds). `deliver` gets events when the engine is about to wait or ends; without it steps return them.
     """
 
     def __init__(
         self,
+        config: DecodeConfig,
+        size: PoolSize,
+        parts: EngineParts,
         *,
-        model: TargetModel,
-        device: Device,
-        max_rows: int,
-        max_kv_tokens: int,
-        max_window_tokens: int | None = None,
-        max_context_tokens: int,
-        draw_kernels: DrawKernels | None = None,
-        draft: DraftHead | None = None,
         depth: Depth | None = None,
-        prefix_cache: bool = True,
-        prefix_routing: bool = True,
-        local_prefill_tokens: int = 0,
-        prefill_fallback: bool = False,
-        overlap: bool = True,
-        replays_forwards: bool = False,
-        nontemporal_copies: bool = True,
-        max_handoff_attempts: int = 3,
-        prefill_timeout_s: float = 10.0,
-        ageing: Ageing = DEFAULT_AGEING,
-        best_priority: int = 0,
-        client_weights: Mapping[str, float] | None = None,
-        reclaim_after_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
         deliver: Deliver | None = None,
-        timeline: Timeline | None = None,
-        debug_checks: bool = False,
     ) -> None:
+        device = parts.device
+        self._config = config
+        self._size = size
         self._device = device
         self._wake_up = WakeUp(device)
-        self._overlap = overlap
         self._clock = clock
         self._on_step = on_step
-        self.track = (timeline or Timeline()).track(ENGINE)
+        self.track = parts.timeline.track(ENGINE)
         self._outbox = Outbox(deliver, self.track)
-        self._debug_checks = debug_checks
-        self._max_context_tokens = max_context_tokens
-        self._vocab_size = model.vocab_size
-        assert (draft is None) == (depth is None)
+        self._vocab_size = parts.model.vocab_size
         self._depth = depth
         levels = () if depth is None else depth.levels
-        self._num_ahead = levels[-1].num_slots - 1 if levels else 0
-        self._max_forced = levels[-1].num_steps if levels else 0
-        lookahead = draft.layer_group.num_layers if draft else 0
-        max_chunk_tokens = local_chunk_tokens(
-            local_prefill_tokens=local_prefill_tokens, prefill_fallback=prefill_fallback
-        )
+        assert (parts.draft is None) == (not levels)
+        assert config.spec_info is None or levels[-1].num_slots == config.num_step_slots
         self.pool = KvPool(
-            groups=[model.layer_group, *([draft.layer_group] if draft else [])],
-            windows=model.windows,
-            max_rows=max_rows,
-            max_kv_tokens=max_kv_tokens,
-            max_window_tokens=max_window_tokens or max_kv_tokens,
-            num_in_flight=tokens_in_flight(num_step_slots=1 + self._num_ahead, max_chunk_tokens=max_chunk_tokens),
-            max_tokens_per_row=max_context_tokens + self._num_ahead,
+            groups=parts.layer_groups,
+            windows=parts.model.windows,
+            max_rows=size.max_rows,
+            max_kv_tokens=size.max_kv_tokens,
+            max_window_tokens=size.max_window_tokens,
+            num_in_flight=config.tokens_in_flight,
+            max_tokens_per_row=size.max_context_tokens + config.tokens_ahead,
             torch_device=device.torch_device,
-            tensors=model.pool_tensors,
-            prefixes=PrefixTree(lookahead) if prefix_cache else None,
+            tensors=parts.model.pool_tensors,
+            prefixes=PrefixTree(parts.num_draft_layers) if config.prefix_cache else None,
         )
         forward_side = ForwardSide.open(
-            model=model,
-            draft=draft,
+            parts,
             levels=levels,
-            device=device,
-            draw_kernels=draw_kernels,
             pool=self.pool,
-            replays_forwards=replays_forwards,
-            poisons_consumed_rows=debug_checks,
+            replays_forwards=config.replays_forwards,
+            poisons_consumed_rows=config.debug_checks,
             wait_timeout_s=_STEP_TIMEOUT_S,
         )
         self.recorded = forward_side.recorded
@@ -221,26 +171,24 @@ class DecodeEngine:
         self._landing = LandingZone(
             device=device,
             pool=self.pool,
-            vocab_size=model.vocab_size,
-            nontemporal_copies=nontemporal_copies,
+            vocab_size=parts.model.vocab_size,
+            nontemporal_copies=config.nontemporal_copies,
             on_event=self._wake_up.told,
         )
         self._rows = RunningRows(
-            max_rows=max_rows,
-            max_context_tokens=max_context_tokens,
-            max_depth=self._max_forced,
+            max_rows=size.max_rows,
+            max_context_tokens=size.max_context_tokens,
+            max_depth=config.max_depth,
         )
-        shares = Shares(client_weights or {}, max_rows=max_rows, num_slots=self.pool.num_slots)
-        waiting = WaitingQueue(ageing=ageing, best_priority=best_priority, shares=shares)
+        shares = Shares(config.client_weights, max_rows=size.max_rows, num_slots=self.pool.num_slots)
+        waiting = WaitingQueue(ageing=config.ageing, best_priority=config.best_priority, shares=shares)
         self._local = LocalPrefill(
-            model=model,
-            draft=draft,
+            parts,
             draft_topk=max((level.topk for level in levels), default=1),
-            device=device,
             pool=self.pool,
             sampling_state=forward_side.sampling_state,
             stream=forward_side.stream,
-            max_chunk_tokens=max_chunk_tokens,
+            max_chunk_tokens=config.max_chunk_tokens,
         )
         self.lives = Lives(
             pool=self.pool,
@@ -248,24 +196,21 @@ class DecodeEngine:
             landing=self._landing,
             local=self._local,
             rows=self._rows,
-            ageing=ageing,
+            ageing=config.ageing,
             clock=clock,
             post=self._outbox.post,
         )
-        self._replicas = ReplicaSet(now_s=clock(), lookahead=lookahead, routes_by_prefix=prefix_routing)
+        self._replicas = ReplicaSet(
+            now_s=clock(), lookahead=parts.num_draft_layers, routes_by_prefix=config.prefix_routing
+        )
         self._dispatcher = PrefillDispatcher(
             pool=self.pool,
             waiting=waiting,
-            shares=shares,
             landing=self._landing,
             lives=self.lives,
             local=self._local,
             replicas=self._replicas,
-            local_prefill_tokens=local_prefill_tokens,
-            prefill_fallback=prefill_fallback,
-            max_attempts=max_handoff_attempts,
-            unavailable_timeout_s=prefill_timeout_s,
-            reclaim_after_s=reclaim_after_s,
+            config=config,
             clock=clock,
             post=self._outbox.post,
             fail=self._fail,
@@ -276,7 +221,7 @@ class DecodeEngine:
             lives=self.lives,
             shares=shares,
             level=waiting.level,
-            reclaim_after_s=reclaim_after_s,
+            reclaim_after_s=config.reclaim_after_s,
             clock=clock,
         )
         self._taker = ResultTaker(
@@ -329,11 +274,11 @@ class DecodeEngine:
                 self._in_flight = launched
                 if launched is None:
                     self._local.await_chunks(_STEP_TIMEOUT_S)
-                if not self._overlap:
+                if not self._config.overlap:
                     self._finish(self._in_flight)
                     self._in_flight = None
                 self._has_freed = self.pool.reclaim() > 0
-                if self._debug_checks:
+                if self._config.debug_checks:
                     self.pool.check_conservation()
                     self._running.check_lengths()
             except BaseException:
@@ -419,7 +364,7 @@ class DecodeEngine:
         if self._is_draining:
             self._outbox.post(Failed(submit.request_id, Draining("the service is stopping")))
             return
-        limit = min(self._max_context_tokens, self.pool.num_slots - self._num_ahead)
+        limit = min(self._size.max_context_tokens, self.pool.num_slots - self._config.tokens_ahead)
         if total > limit:
             message = f"prompt + max_tokens is {total} tokens, the limit is {limit}"
             self._outbox.post(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
@@ -472,14 +417,14 @@ class DecodeEngine:
 
         `has_published` says whether the step in flight has published its lengths, so that its tokens are known.
         """
-        if not self._max_forced or not running.sampling.constrained.size:
+        if not self._config.max_depth or not running.sampling.constrained.size:
             return {}
         step = self._in_flight
         with self.track.span("forced_tokens"):
             if has_published and step is not None and step.begun.batch.sampling.constrained.size:
                 self._ahead = self._taker.look_ahead(step)
             num_in_flight = self._rows.num_in_flight
-            return forced_tokens(running, num_in_flight, step, self._ahead, max_forced=self._max_forced)
+            return forced_tokens(running, num_in_flight, step, self._ahead, max_forced=self._config.max_depth)
 
     def _fail_wrong_lengths(self, running: ScheduleBatch) -> None:
         """Fails rows whose published length is impossible. If launched, they would read and write outside their slots.
@@ -605,7 +550,7 @@ class DecodeEngine:
         if self.pool.windows:
             is_held = self._taker.still_held(begun)
             num_computed = begun.batch.seq_lens_cpu - begun.batch.num_tokens + 1  # at least: the next step reads on
-            self.pool.leave_behind(begun.rows[is_held], num_computed[is_held], at_least=LEFT_TOGETHER)
+            self.pool.leave_behind(begun.rows[is_held], num_computed[is_held], at_least=self._config.left_together)
         self._taker.take(step, ahead)
         self._retraction.requeue_left()
         spec_info, speculation = begun.batch.spec_info, step.speculation

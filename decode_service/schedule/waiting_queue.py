@@ -33,7 +33,7 @@ class WaitingQueue:
         self._num_waiting = 0
         self._ageing = ageing
         self._best_priority = best_priority
-        self._shares = shares
+        self.shares = shares
         # Requests by client and tenant; of those of equal standing the one with the next turn comes first
         self._lines: dict[str, dict[str, list[Request]]] = {}
 
@@ -62,7 +62,7 @@ class WaitingQueue:
         def push_tenant(sharer: Sharer, num_passed: int, place: int) -> None:
             """Adds a line's next request to its client's. `num_passed` counts the turns that it has passed on."""
             if line := lines[sharer]:
-                standing = self._shares.tenant_with(sharer, len(line[0].token_ids))
+                standing = self.shares.tenant_with(sharer, len(line[0].token_ids))
                 item = (self.level(line[0], now_s), num_passed, standing, place, sharer[1])
                 heapq.heappush(tenants[sharer[0]], item)
 
@@ -70,7 +70,7 @@ class WaitingQueue:
             if tenants[client]:
                 level, num_passed, _, _, tenant = tenants[client][0]
                 sharer = client, tenant
-                standing = self._shares.client_with(sharer, len(lines[sharer][0].token_ids))
+                standing = self.shares.client_with(sharer, len(lines[sharer][0].token_ids))
                 heapq.heappush(clients, (level, num_passed, standing, place, client))
 
         for sharer in lines:
@@ -86,7 +86,7 @@ class WaitingQueue:
             if req.phase is not Phase.QUEUE:
                 place, client_place = next(places), next(places)
                 if req.lease is not None:
-                    self._shares.gets(sharer, req.lease.num_tokens)
+                    self.shares.gets(sharer, req.lease.num_tokens)
                 if (own := self._lines.pop(client, None)) is not None:
                     self._lines[client] = own
                     if tenant in own:
@@ -99,13 +99,13 @@ class WaitingQueue:
     def first_of_each_client(self, now_s: float) -> Iterator[Request]:
         """Yields, of each client that has several tenants, the waiting request that is its next."""
         for client, own in self._lines.items():
-            if self._shares.num_tenants(client) > 1:
+            if self.shares.num_tenants(client) > 1:
                 firsts = [line[0] for line in own.values()]
                 yield min(
                     firsts,
                     key=lambda req: (
                         self.level(req, now_s),
-                        self._shares.tenant_with(req.sharer, len(req.token_ids)),
+                        self.shares.tenant_with(req.sharer, len(req.token_ids)),
                     ),
                 )
 
@@ -115,7 +115,7 @@ class WaitingQueue:
         own = self._lines.setdefault(req.client, {})
         if req.tenant not in own:
             own[req.tenant] = []
-            self._shares.begin_to_wait(req.sharer)
+            self.shares.begin_to_wait(req.sharer)
         insort(own[req.tenant], req, key=_turn)
 
     def remove(self, req: Request) -> None:
@@ -129,7 +129,7 @@ class WaitingQueue:
         del line[place]
         if not line:
             del own[req.tenant]
-            self._shares.end_to_wait(req.sharer)
+            self.shares.end_to_wait(req.sharer)
         if not own:
             del self._lines[req.client]
 

@@ -20,24 +20,22 @@ import torch
 
 from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
-from common.device.stream import NOT_YET, Device, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
+from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
 from common.device.stream import Event as StreamEvent
-from common.draft.head import DraftHead
+from common.draft.engine_parts import EngineParts
 from common.errors import RowFailure
 from common.kv.pool import KvPool
+from common.kv.pool_size import PoolSize
 from common.kv.prefix_tree import PrefixTree
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
-from common.model.target import TargetModel
-from common.priority import DEFAULT_AGEING, Ageing
 from common.prompts.awaited_kv import awaited_kv
 from common.prompts.chunk_batch import Chunk, ChunkBatch, cut_chunks
 from common.prompts.scores import max_scored_tokens
 from common.prompts.worker import Computed, Meanwhile, PromptWorker
-from common.rpc.grpc_options import MAX_SEGMENT_BYTES
-from common.sampling.state import DrawKernels, SamplingState
+from common.sampling.state import SamplingState
 from common.telemetry.step_stats import OnStep, StepStats
-from common.telemetry.timeline import ENGINE, Timeline, recorded
+from common.telemetry.timeline import ENGINE, recorded
 from common.wire.handoff import NewFramedKv, RowFailed, RowLogprobs
 from prefill_service.handoff.piece import SentPiece, sent_tokens
 from prefill_service.handoff.sender import KvSender
@@ -58,6 +56,7 @@ from prefill_service.messages import (
     SegmentsReturned,
 )
 from prefill_service.prompt import Prompt, PromptPhase
+from prefill_service.schedule.config import PrefillConfig
 from prefill_service.schedule.first_tokens import first_tokens
 from prefill_service.schedule.life import PromptLives
 
@@ -77,103 +76,76 @@ class StepInFlight:
     launched_s: float
 
 
-def tokens_in_flight(chunk_tokens: int) -> int:
-    """Returns how many tokens of a row are at most written past those that are known to be computed: two chunks."""
-    return 2 * chunk_tokens
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeCalls:
+    """What the engine calls on the edge during a long launch.
+
+    `deliver` gets events; without it steps return them. `returned` returns the BytesSent that came since the step
+    began, so that a launch can send more.
+    """
+
+    deliver: Callable[[Sequence[Event]], None] | None = None
+    returned: Callable[[], Sequence[BytesSent]] = tuple
 
 
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
-    Tokens are drawn by `draw_kernels`, or by PyTorch's operators without them. `draft_topk` is the number of first
-    drafts from which the decode service starts its trees. A forward computes at most `max_batch_tokens`, and at most
-    `chunk_tokens` of each prompt. `max_queued_rows` bounds the prompts that wait for a row. Rows and forwards
-    go to prompts by their priorities, which `ageing` changes, and clients in turn. With `early_sending` a
-    layer's KV may be sent before its forward ends. With `prefix_cache` a prompt begins after its longest prefix whose
-    KV an earlier prompt left in the pool.
-
-    During a long launch `deliver` gets events for the edge; otherwise steps return them. `returned` returns the
-    BytesSent that came since the step began, so that a launch can send more. `clock` gives monotonic seconds.
     `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` allocates memory for copies that are
-    sent; None means the device's own host buffers.
+    sent; None means the device's own host buffers. `clock` gives monotonic seconds.
     """
 
     def __init__(
         self,
+        config: PrefillConfig,
+        size: PoolSize,
+        parts: EngineParts,
         *,
-        model: TargetModel,
-        device: Device,
-        max_rows: int,
-        max_kv_tokens: int,
-        max_window_tokens: int | None = None,
-        max_context_tokens: int,
-        draw_kernels: DrawKernels | None = None,
-        draft: DraftHead | None = None,
-        draft_topk: int = 1,
-        chunk_tokens: int = 512,
-        max_batch_tokens: int = 2048,
-        send_budget_bytes: int = 64 << 20,
-        max_segment_bytes: int = MAX_SEGMENT_BYTES,
-        max_queued_rows: int = 1024,
-        ageing: Ageing = DEFAULT_AGEING,
-        early_sending: bool = True,
-        prefix_cache: bool = True,
-        overlap: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-        on_step: OnStep = lambda stats: None,
-        deliver: Callable[[Sequence[Event]], None] | None = None,
-        returned: Callable[[], Sequence[BytesSent]] = tuple,
-        timeline: Timeline | None = None,
-        debug_checks: bool = False,
         shared_pool: SharedPool | None = None,
         new_framed_kv: NewFramedKv | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_step: OnStep = lambda stats: None,
+        edge: EdgeCalls | None = None,
     ) -> None:
+        model, device = parts.model, parts.device
+        self._config = config
         self._model = model
-        self._early_sending = early_sending
-        self._num_draft_layers = draft.layer_group.num_layers if draft else 1
-        assert chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every layer of the head"
+        self._num_draft_layers = max(parts.num_draft_layers, 1)
+        assert config.chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every draft layer"
         self._device = device
         self._wake_up = WakeUp(device)
-        self._chunk_tokens = chunk_tokens
-        self._max_batch_tokens = max_batch_tokens
         self._max_scored_tokens = max(max_scored_tokens(model.vocab_size), self._num_draft_layers)
-        self._max_queued_rows = max_queued_rows
-        self._ageing = ageing
-        self._max_in_flight = 2 if overlap else 1
+        self._max_in_flight = 2 if config.overlap else 1
         self._clock = clock
         self._on_step = on_step
-        self._deliver = deliver
-        self._returned = returned
-        self.track = (timeline or Timeline()).track(ENGINE)
-        self._debug_checks = debug_checks
-        self._max_tokens_per_row = min(max_context_tokens, max_kv_tokens)
+        self._edge = edge or EdgeCalls()
+        self.track = parts.timeline.track(ENGINE)
+        self._max_tokens_per_row = min(size.max_context_tokens, size.max_kv_tokens)
         if shared_pool is not None:
             model.share(torch.from_numpy(shared_pool.memory), shared_pool.file)
         self.pool = KvPool(
-            groups=[model.layer_group, *([draft.layer_group] if draft else [])],
+            groups=parts.layer_groups,
             windows=model.windows,
-            max_rows=max_rows,
-            max_kv_tokens=max_kv_tokens,
-            max_window_tokens=max_window_tokens or max_kv_tokens,
-            num_in_flight=tokens_in_flight(chunk_tokens),
-            max_tokens_per_row=max_context_tokens,
+            max_rows=size.max_rows,
+            max_kv_tokens=size.max_kv_tokens,
+            max_window_tokens=size.max_window_tokens,
+            num_in_flight=config.tokens_in_flight,
+            max_tokens_per_row=size.max_context_tokens,
             torch_device=device.torch_device,
             tensors=model.pool_tensors,
             memory=shared_pool,
-            prefixes=PrefixTree(lookahead=draft.layer_group.num_layers if draft else 0) if prefix_cache else None,
+            prefixes=PrefixTree(parts.num_draft_layers) if config.prefix_cache else None,
         )
         self._sampling_state = SamplingState(
-            max_rows=max_rows,
+            max_rows=size.max_rows,
             vocab_size=model.vocab_size,
             torch_device=device.torch_device,
-            kernels=draw_kernels,
+            kernels=parts.draw_kernels,
         )
         self._forward_stream = device.new_stream("forward", on_event=self._wake_up.told)
         self._worker = PromptWorker(
-            model=model,
-            draft=draft,
-            draft_topk=draft_topk,
-            device=device,
+            parts,
+            draft_topk=config.draft_topk,
             pool=self.pool,
             sampling_state=self._sampling_state,
             stream=self._forward_stream,
@@ -183,13 +155,13 @@ class PrefillEngine:
             device=device,
             pool=self.pool,
             memory=shared_pool,
-            budget_bytes=send_budget_bytes,
-            max_segment_bytes=max_segment_bytes,
+            budget_bytes=config.send_budget_bytes,
+            max_segment_bytes=config.max_segment_bytes,
             new_framed_kv=new_framed_kv,
             on_event=self._wake_up.told,
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
-        self._lives = PromptLives(self.pool, ageing=ageing, ended=self._ended)
+        self._lives = PromptLives(self.pool, ageing=config.ageing, ended=self._ended)
         self._unseeded: dict[Prompt, None] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._failed_copies: list[SentPiece] = []
@@ -219,7 +191,7 @@ class PrefillEngine:
             self._finish_done()
             self._send()
             self._has_freed = self.pool.reclaim() > 0
-            if self._debug_checks:
+            if self._config.debug_checks:
                 self.pool.check_conservation()
         events, self._outbox = self._outbox, []
         return events
@@ -310,7 +282,7 @@ class PrefillEngine:
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
             arrived_s = self._clock()
-            due_s = self._ageing.due_s(row.priority, arrived_s)
+            due_s = self._config.ageing.due_s(row.priority, arrived_s)
             prompt = Prompt(command.call_id, index, row, arrived_s, due_s, min(row.priority, 0), is_traced)
             prompts[index] = prompt
             num_queued = self._lives.num_in(PromptPhase.QUEUED)
@@ -322,7 +294,7 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.CAPACITY, message, retryable=True)
             else:
                 prompt.num_kept_tokens = self.pool.num_cached(prompt.usable_key)
-                if num_queued >= self._max_queued_rows:
+                if num_queued >= self._config.max_queued_rows:
                     calls[self._shed_last()] = None
         for call_id in calls:
             self._end_call_if_done(call_id)
@@ -379,8 +351,8 @@ class PrefillEngine:
     def _launch(self) -> StepInFlight | None:
         chunks = cut_chunks(
             [each for each in self._lives.in_turn(PromptPhase.COMPUTING, self._clock()) if self._may_go_on(each)],
-            chunk_tokens=self._chunk_tokens,
-            max_batch_tokens=self._max_batch_tokens,
+            chunk_tokens=self._config.chunk_tokens,
+            max_batch_tokens=self._config.max_batch_tokens,
             max_scored_tokens=self._max_scored_tokens,
             min_last_tokens=self._num_draft_layers,
         )
@@ -439,20 +411,20 @@ class PrefillEngine:
         while self._in_flight and (end := self._in_flight[0].end).is_done() and end.error is None:
             self._finish(self._in_flight.popleft())
             self._num_steps += 1
-        for command in self._returned():
+        for command in self._edge.returned():
             self._apply(command)
         self._sender.start_copies()
         self._post_segments()
-        if self._deliver is not None and self._outbox:
+        if self._edge.deliver is not None and self._outbox:
             events, self._outbox = self._outbox, []
-            self._deliver(events)
+            self._edge.deliver(events)
 
     def _layers_per_event(self, chunks: Sequence[Chunk[Prompt]]) -> int:
         """Returns after how many layers an event is recorded: as many layers of the longest chunk as fill a segment.
 
         Returns 0 if KV is to be sent only after the forward's end.
         """
-        if not self._early_sending:
+        if not self._config.early_sending:
             return 0
         num_tokens = max(len(sent_tokens(chunk, chunk.prompt.num_held)) for chunk in chunks)
         return self._sender.layers_per_segment(self._model.layer_group, num_tokens) if num_tokens else 0

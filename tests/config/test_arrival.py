@@ -63,8 +63,9 @@ def argument_of(tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.Monke
     monkeypatch.setattr(runtime, "new_fusing", lambda *_, **__: lambda check: None)
 
     async def argument_of(module: Any, component: str, argument: str, **options: Any) -> Any:
-        def make(*_: Any, **arguments: Any) -> None:
-            raise Made(arguments[argument])
+        def make(*values: Any, **arguments: Any) -> None:
+            of_values = [getattr(value, argument) for value in values if hasattr(value, argument)]
+            raise Made(arguments[argument] if argument in arguments else of_values[0])
 
         monkeypatch.setattr(module, component, make)
         main = decode_main if module is assembly else module
@@ -119,7 +120,7 @@ async def test_an_engine_draws_with_what_was_chosen(
 def test_the_depth_of_drafts_adapts_unless_it_is_told_not_to(
     adapts: bool, kind: type[Depth], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(**arguments: Any) -> None:
+    def make(*_: Any, **arguments: Any) -> None:
         raise Made(arguments["depth"])
 
     monkeypatch.setattr(decode_main, "DecodeEngine", make)
@@ -128,6 +129,8 @@ def test_the_depth_of_drafts_adapts_unless_it_is_told_not_to(
         instance_id="a", runtime=MagicMock(), registry=CollectorRegistry(), switch=RoleSwitch([Role.DECODE])
     )
     size = PoolSize(max_rows=4, max_kv_tokens=256, max_window_tokens=0, max_context_tokens=128, decided_by="the test")
+    settings = DecodeSettings(adaptive_depth=adapts)
+    config = decode_main.engine_config(settings, MagicMock())
     with pytest.raises(Made) as made:
-        decode_main.new_engine(DecodeSettings(adaptive_depth=adapts), process, size, on_step=lambda stats: None)
+        decode_main.new_engine(settings, process, config, size, on_step=lambda stats: None)
     assert isinstance(made.value.args[0], kind)

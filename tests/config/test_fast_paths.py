@@ -36,7 +36,7 @@ from common.service.program import EXIT_STARTUP
 from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime
 from common.service.work_beside import Check, Work
-from decode_service.main import new_engine
+from decode_service.main import engine_config, new_engine
 from prefill_service import main as prefill_main
 from tests.support.free_ports import free_address
 from tests.support.services_here import serving_here
@@ -244,6 +244,7 @@ def test_large_kv_lands_past_the_caches(nontemporal: bool, opened: Opens) -> Non
     process = Process(
         instance_id="a", runtime=opened(**options), registry=CollectorRegistry(), switch=RoleSwitch([Role.DECODE])
     )
-    engine = new_engine(DecodeSettings(**options), process, SIZE, on_step=lambda stats: None)
+    settings = DecodeSettings(**options)
+    engine = new_engine(settings, process, engine_config(settings, None), SIZE, on_step=lambda stats: None)
     engine.close()
     assert engine._landing._copy is (copy_kv if nontemporal else Tensor.copy_)

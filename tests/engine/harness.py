@@ -5,9 +5,9 @@ tags (tags.py, tag_head.py), so that any wrong read shows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from common.kv.layer_group import WindowLayers
 from common.load import EngineLoad
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
-from common.priority import DEFAULT_AGEING, Ageing
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import (
@@ -182,7 +181,7 @@ def _land(device: ScriptedDevice) -> None:
 
 class ScriptedEngine:
     """A decode engine that the test steps. Work on its streams runs only when the test, or the device's policy for
-    waits, runs it.
+    waits, runs it. `options` are further ones of the engine.
 
     Every `step` checks that no row or slot was lost. With `delivers`, the engine puts events into `delivered` as soon
     as the edge may have them, and `step` returns only the remaining ones.
@@ -194,22 +193,14 @@ class ScriptedEngine:
         device: ScriptedDevice | None = None,
         max_rows: int = 4,
         max_kv_tokens: int = 256,
-        overlap: bool = True,
-        debug_checks: bool = True,
         spec_info: SpecInfo | None = None,
         depth: Depth | None = None,
         head: TagHead | None = None,
         clock: Callable[[], float] | None = None,
         replicas: ReplicasChanged | None = None,
         delivers: bool = False,
-        local_prefill_tokens: int = 0,
-        prefill_fallback: bool = False,
-        ageing: Ageing = DEFAULT_AGEING,
-        best_priority: int = 0,
-        client_weights: Mapping[str, float] | None = None,
-        reclaim_after_s: float = 0.0,
         windows: tuple[WindowLayers, ...] = (),
-        max_window_tokens: int = 0,
+        **options: Any,
     ) -> None:
         self.device = device or ScriptedDevice()
         self.model = TagModel(windows)
@@ -222,20 +213,12 @@ class ScriptedEngine:
             self.device,
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
-            max_window_tokens=max_window_tokens,
             max_context_tokens=CONTEXT_TOKENS,
             draft=self.head,
             depth=depth or depth_of(spec_info, adapts=False),
-            overlap=overlap,
-            local_prefill_tokens=local_prefill_tokens,
-            prefill_fallback=prefill_fallback,
-            ageing=ageing,
-            best_priority=best_priority,
-            client_weights=client_weights,
-            reclaim_after_s=reclaim_after_s,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,
-            debug_checks=debug_checks,
+            **{"reclaim_after_s": 0.0, **options},
         )
         self.outcomes: dict[str, Outcome] = {}
         self.handoffs: dict[str, Handoff] = {}

@@ -9,12 +9,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from unittest import mock
 
 from common.errors import PrefillUnavailable, RowFailure
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import CallEnded, FinishReason, Replica, ReplicasChanged
-from decode_service.schedule import dispatcher, local_prefill
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import REPLICA, Outcome, ScriptedEngine
 from tests.engine.mutants import draft_backlog, prefixes, relay, rows, tokens
@@ -43,6 +41,9 @@ class RandomLife:
         depth = None if self.spec_info is None or self.is_always_deep else RandomDepth(self.spec_info, self.numbers)
         ticks = itertools.count()
         self.scripted = ScriptedEngine(
+            headroom_tokens=1,
+            fallback_after_s=0.0,
+            fallback_chunk_tokens=CHUNK_TOKENS,
             device=ScriptedDevice(on_synchronize=pick_with(self.numbers.choice), on_host_call=self.run_some),
             max_rows=3,
             max_kv_tokens=self.numbers.choice([64, 80]),
@@ -130,12 +131,7 @@ def check_any_life_gives_the_oracles_tokens() -> None:
     happened = Counter[str]()
     for seed in range(NUM_LIVES):
         life = RandomLife(seed)
-        with (
-            mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1),
-            mock.patch.object(dispatcher, "FALLBACK_AFTER_S", 0.0),
-            mock.patch.object(local_prefill, "FALLBACK_CHUNK_TOKENS", CHUNK_TOKENS),
-        ):
-            scripted = life.live()
+        scripted = life.live()
         for name, outcome in scripted.outcomes.items():
             assert outcome.error is None, f"seed {seed}: {name} failed: {outcome.error}"
             assert outcome.token_ids == outcome.wanted, f"seed {seed}: {name} was decoded wrongly"

@@ -17,7 +17,6 @@ from common.prompts.chunk_batch import ChunkBatch
 from common.prompts.worker import LaunchedChunks, PromptWorker
 from common.sampling.state import SamplingState
 from decode_service.messages import CallEnded, DegradedChanged, Phase, Replica, ReplicasChanged
-from decode_service.schedule import dispatcher
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from tests.engine.checks import breaking, broken_by, holding
@@ -45,24 +44,29 @@ class NotedChunks:
         patch.setattr(PromptWorker, "forward", noting)
 
 
+AT_ONCE = {"fallback_after_s": 0.0, "fallback_chunk_tokens": LIMIT}
+"""Options of an engine that falls back at once, in small chunks."""
+
+
 def alone(**options: Any) -> ScriptedEngine:
     """Returns a decode engine without a replica, whose clock stands still."""
-    return ScriptedEngine(local_prefill_tokens=LIMIT, replicas=NO_REPLICA, clock=lambda: 0.0, **options)
+    return ScriptedEngine(local_prefill_tokens=LIMIT, replicas=NO_REPLICA, clock=lambda: 0.0, **{**AT_ONCE, **options})
 
 
 LONG_AFTER_S = 1000.0
 
 
-@pytest.fixture(autouse=True)
-def _falls_back_at_once_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "FALLBACK_AFTER_S", 0.0)
-    monkeypatch.setattr("decode_service.schedule.local_prefill.FALLBACK_CHUNK_TOKENS", LIMIT)
-
-
 def degraded(**options: Any) -> ScriptedEngine:
     """Returns a decode engine that has no replica and computes all prompts itself."""
     return ScriptedEngine(
-        **{"local_prefill_tokens": LIMIT, "prefill_fallback": True, "replicas": NO_REPLICA, "clock": Clock(), **options}
+        **{
+            "local_prefill_tokens": LIMIT,
+            "prefill_fallback": True,
+            "replicas": NO_REPLICA,
+            "clock": Clock(),
+            **AT_ONCE,
+            **options,
+        }
     )
 
 
@@ -357,12 +361,12 @@ def check_a_ready_replica_gets_the_next_request() -> None:
 
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "not looked at yet"])
 def test_a_long_prompt_begins_here_only_if_no_replica_is_ready_for_a_while(
-    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+    is_lost: bool,
 ) -> None:
     """Short prompts begin at once, and no request fails meanwhile."""
-    monkeypatch.setattr(dispatcher, "FALLBACK_AFTER_S", 1.0)
     clock = Clock()
-    scripted = degraded(clock=clock, replicas=ReplicasChanged((Replica(REPLICA, is_lost),)))
+    replicas = ReplicasChanged((Replica(REPLICA, is_lost),))
+    scripted = degraded(clock=clock, replicas=replicas, fallback_after_s=1.0)
     long = scripted.submit("long", range(1, 30), 3)
     scripted.step()
     if is_lost:
@@ -385,17 +389,14 @@ def test_a_long_prompt_begins_here_only_if_no_replica_is_ready_for_a_while(
     assert_right(long, short)
 
 
-def test_it_is_told_when_and_why_all_prompts_are_computed_here_and_when_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_is_told_when_and_why_all_prompts_are_computed_here_and_when_no_more() -> None:
     """An event tells the edge when the decode service begins to compute all prompts itself, and when it stops. The
     reported load says so too after each step, even without requests. A short loss of the replica shows in neither.
     """
-    monkeypatch.setattr(dispatcher, "FALLBACK_AFTER_S", 1.0)
     clock = Clock()
     lost = ReplicasChanged((Replica(REPLICA, False, error=PrefillUnavailable("refused")),))
     ready = ReplicasChanged((Replica(REPLICA, True),))
-    scripted = degraded(clock=clock, replicas=ready)
+    scripted = degraded(clock=clock, replicas=ready, fallback_after_s=1.0)
     for replicas, now_s, is_degraded, told in (
         (lost, 10.0, False, []),
         (ready, 10.9, False, []),

@@ -17,7 +17,6 @@ from common.kv.pool import KvPool
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import RowFailed
 from decode_service.messages import CallEnded, FrameArrived, Phase, Replica, ReplicasChanged
-from decode_service.schedule import dispatcher, local_prefill
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import REPLICA, Clock, Damage, Outcome, ScriptedEngine, assert_right
@@ -53,13 +52,12 @@ def serve(scripted: ScriptedEngine, request_id: str, prompt: Sequence[int], max_
 @broken_by(prefixes.prefix_is_found_and_not_held, "decoded wrongly")
 def check_a_held_prefix_is_not_given_to_another_row() -> None:
     """A running request holds all KV that is cached, and another one needs slots."""
-    with mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1):
-        scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40)
-        serve(scripted, "first", PROMPT, 2)
-        holder = scripted.submit("holder", PROMPT, 24, cache_salt=SALT)
-        scripted.start("holder")
-        hungry = scripted.submit("hungry", range(100, 112), 20)
-        scripted.run()
+    scripted = ScriptedEngine(headroom_tokens=1, max_rows=2, max_kv_tokens=40)
+    serve(scripted, "first", PROMPT, 2)
+    holder = scripted.submit("holder", PROMPT, 24, cache_salt=SALT)
+    scripted.start("holder")
+    hungry = scripted.submit("hungry", range(100, 112), 20)
+    scripted.run()
     assert scripted.engine.load().prefixes.num_found == len(PROMPT) - 1, "nothing was reused"
     assert_right(holder, hungry)
 
@@ -444,8 +442,7 @@ def check_waiting_does_not_take_longer_than_what_it_saves() -> None:
 @broken_by(prefixes.kept_chunks_are_not_noticed, "all of it")
 def check_a_prompt_computed_here_is_waited_for_chunk_by_chunk() -> None:
     no_replica = ReplicasChanged((Replica(REPLICA, False),))
-    with mock.patch.object(local_prefill, "FALLBACK_CHUNK_TOKENS", 32):
-        scripted = ScriptedEngine(replicas=no_replica, prefill_fallback=True)
+    scripted = ScriptedEngine(fallback_chunk_tokens=32, replicas=no_replica, prefill_fallback=True)
     long = scripted.submit("long", (*WAITING, *range(100, 130)), 3, cache_salt=SALT)
     short = scripted.submit("short", (*WAITING, 99), 3, cache_salt=SALT)
     scripted.step()
@@ -524,22 +521,21 @@ def check_no_more_is_retracted_than_needed() -> None:
     """A request ends with the forward in flight. The others need more slots than it owns, but fewer than it frees
     together with those of its prefix. So none of them may be retracted.
     """
-    with mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1):
-        scripted = ScriptedEngine(max_rows=4, max_kv_tokens=32)
-        serve(scripted, "first", range(300, 310), 2)
-        growing = [scripted.submit(name, [ord(name)], 10, cache_salt=SALT) for name in "abc"]
-        scripted.start("a", "b", "c")
-        leaving = scripted.submit("leaving", range(300, 310), 2, cache_salt=SALT)
-        for _ in range(3):
-            scripted.step()
-        scripted.hand_over("leaving")
-        num_left = []
-        while not leaving.has_ended:
-            slots = scripted.engine.load().slots
-            num_left.append(slots.free + slots.cached)
-            scripted.step()
-            scripted.landing.run_all()
-        scripted.run()
+    scripted = ScriptedEngine(headroom_tokens=1, max_rows=4, max_kv_tokens=32)
+    serve(scripted, "first", range(300, 310), 2)
+    growing = [scripted.submit(name, [ord(name)], 10, cache_salt=SALT) for name in "abc"]
+    scripted.start("a", "b", "c")
+    leaving = scripted.submit("leaving", range(300, 310), 2, cache_salt=SALT)
+    for _ in range(3):
+        scripted.step()
+    scripted.hand_over("leaving")
+    num_left = []
+    while not leaving.has_ended:
+        slots = scripted.engine.load().slots
+        num_left.append(slots.free + slots.cached)
+        scripted.step()
+        scripted.landing.run_all()
+    scripted.run()
     assert_right(*growing, leaving)
     assert num_left[-1] == 0, f"slots were not short: {num_left}"
     assert scripted.engine.load().num_retractions == 0, "a request gave way although enough slots were coming"
@@ -635,19 +631,18 @@ def check_what_is_held_outlives_its_owner() -> None:
     fails, and a third one takes all slots that become free.
     """
     for ending in ("abort", "fail"):
-        with mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1):
-            scripted = ScriptedEngine(max_rows=3, max_kv_tokens=40)
-            owner = scripted.submit("owner", PROMPT, 24, cache_salt=SALT)
-            scripted.start("owner")
-            heir = scripted.submit("heir", PROMPT, 20, cache_salt=SALT)
-            scripted.step()
-            assert scripted.handoffs["heir"].num_held == len(PROMPT) - 1, "nothing was held"
-            if ending == "abort":
-                scripted.abort("owner")
-            else:
-                scripted.model.fails_next = True
-            hungry = scripted.submit("hungry", range(100, 112), 20, cache_salt=SALT)
-            scripted.run()
+        scripted = ScriptedEngine(headroom_tokens=1, max_rows=3, max_kv_tokens=40)
+        owner = scripted.submit("owner", PROMPT, 24, cache_salt=SALT)
+        scripted.start("owner")
+        heir = scripted.submit("heir", PROMPT, 20, cache_salt=SALT)
+        scripted.step()
+        assert scripted.handoffs["heir"].num_held == len(PROMPT) - 1, "nothing was held"
+        if ending == "abort":
+            scripted.abort("owner")
+        else:
+            scripted.model.fails_next = True
+        hungry = scripted.submit("hungry", range(100, 112), 20, cache_salt=SALT)
+        scripted.run()
         assert owner.has_ended and owner.finished is None, "the owner was to end early"
         assert_right(heir, hungry)
 
@@ -660,30 +655,29 @@ def check_a_lost_handoff_is_retried_with_what_is_held_then() -> None:
     """
     for then in ("nothing", "is evicted", "grows"):
         clock = Clock()
-        with mock.patch.object(dispatcher, "HEADROOM_TOKENS", 1):
-            scripted = ScriptedEngine(max_rows=2, max_kv_tokens=40, clock=clock)
-            serve(scripted, "first", PROMPT[:6], 2)
-            lost = scripted.submit("lost", (*PROMPT, 50, 51, 52), 8, cache_salt=SALT)
-            scripted.step()
-            handoff = scripted.handoffs["lost"]
-            assert handoff.num_held == 6, "nothing was held"
-            scripted.hand_over("lost")
-            scripted.hold_back(3)  # all but the first segment
-            failed = RowFailed(handoff.row, RowFailure.COMPUTE, True, 250, "planted")
-            scripted.post(FrameArrived(handoff.call_id, failed))
-            scripted.post(CallEnded(handoff.call_id, None))
-            scripted.step()
-            scripted.landing.run_all()
-            if then == "grows":
-                serve_beside(scripted, "longer", PROMPT, 2)
-            elif then == "is evicted":
-                serve_beside(scripted, "hungry", range(100, 120), 19, cache_salt=None)
-                assert scripted.engine.load().prefixes.num_evicted > 0
-            clock.now_s += 1.0
-            scripted.step()
-            num_held = scripted.handoffs["lost"].num_held
-            assert num_held in {"nothing": [6], "is evicted": range(6), "grows": [8]}[then], f"{num_held} were held"
-            scripted.run()
+        scripted = ScriptedEngine(headroom_tokens=1, max_rows=2, max_kv_tokens=40, clock=clock)
+        serve(scripted, "first", PROMPT[:6], 2)
+        lost = scripted.submit("lost", (*PROMPT, 50, 51, 52), 8, cache_salt=SALT)
+        scripted.step()
+        handoff = scripted.handoffs["lost"]
+        assert handoff.num_held == 6, "nothing was held"
+        scripted.hand_over("lost")
+        scripted.hold_back(3)  # all but the first segment
+        failed = RowFailed(handoff.row, RowFailure.COMPUTE, True, 250, "planted")
+        scripted.post(FrameArrived(handoff.call_id, failed))
+        scripted.post(CallEnded(handoff.call_id, None))
+        scripted.step()
+        scripted.landing.run_all()
+        if then == "grows":
+            serve_beside(scripted, "longer", PROMPT, 2)
+        elif then == "is evicted":
+            serve_beside(scripted, "hungry", range(100, 120), 19, cache_salt=None)
+            assert scripted.engine.load().prefixes.num_evicted > 0
+        clock.now_s += 1.0
+        scripted.step()
+        num_held = scripted.handoffs["lost"].num_held
+        assert num_held in {"nothing": [6], "is evicted": range(6), "grows": [8]}[then], f"{num_held} were held"
+        scripted.run()
         assert_right(lost)
 
 

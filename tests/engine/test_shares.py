@@ -39,7 +39,7 @@ class Contest:
         self.scripted = ScriptedEngine(
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
-            client_weights=weights,
+            client_weights=weights or {},
             reclaim_after_s=reclaim_after_s,
             debug_checks=False,
             clock=lambda: self.now_s,

@@ -12,7 +12,7 @@ import numpy as np
 
 from common.kv.window_slots import row_slots
 from common.sampling.params import ResolvedSampling
-from decode_service.schedule.scheduler import tokens_in_flight
+from decode_service.schedule.config import DecodeConfig
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.speculating import CHAIN, TREE
 from tests.engine.tags import TAG_GRAMMAR, WINDOW, oracle
@@ -31,7 +31,6 @@ from tests.interleavings.scenarios import (
     REUSED,
     ExploredEngine,
     Scenario,
-    tokens_leave_one_by_one,
 )
 
 NAMES = "abcd"
@@ -145,18 +144,23 @@ class Life:
             headroom_tokens=1,
             local_prefill_tokens=self.local_prefill_tokens,
             prefill_fallback=self.replica != "stays",
-            max_window_tokens=self._max_window_tokens(1 + num_ahead),
+            max_window_tokens=self._max_window_tokens(),
             replicas=NOT_READY if self.replica == "comes late" else READY,
         ).program(device)
 
-    def _max_window_tokens(self, num_step_slots: int) -> int:
+    def _max_window_tokens(self) -> int:
         if self.spare_window_slots is None:
             return 0
-        chunk_tokens = max(self.local_prefill_tokens, FALLBACK_CHUNK_TOKENS)
-        with tokens_leave_one_by_one():
-            in_flight = tokens_in_flight(num_step_slots=num_step_slots, max_chunk_tokens=chunk_tokens)
+        config = DecodeConfig(
+            spec_info=self.spec_info,
+            local_prefill_tokens=self.local_prefill_tokens,
+            prefill_fallback=True,
+            fallback_chunk_tokens=FALLBACK_CHUNK_TOKENS,
+            left_together=1,
+        )
         assert WINDOW.group.window is not None
-        return row_slots(WINDOW.group.window, num_kept_before=1, num_in_flight=in_flight) + self.spare_window_slots
+        num_slots = row_slots(WINDOW.group.window, num_kept_before=1, num_in_flight=config.tokens_in_flight)
+        return num_slots + self.spare_window_slots
 
     def _body(self, prompts: list[tuple[int, ...]], engine: ExploredEngine) -> None:
         if self.replica != "stays":

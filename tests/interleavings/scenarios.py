@@ -38,7 +38,7 @@ from decode_service.messages import (
     StartHandoff,
     Tokens,
 )
-from decode_service.schedule import dispatcher, local_prefill, scheduler
+from decode_service.schedule.config import DecodeConfig
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import REPLICA, ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay
@@ -249,11 +249,6 @@ class ExploredEngine(ScriptedEngine):
             self._explored.idle()
 
 
-def tokens_leave_one_by_one() -> AbstractContextManager[object]:
-    """Lets tokens leave a window one by one within the block, and not in groups."""
-    return mock.patch.object(scheduler, "LEFT_TOGETHER", 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A scenario: `body` submits requests to an engine of the given size, and the engine's whole life is explored.
@@ -275,7 +270,7 @@ class Scenario:
     lags: bool = False
     at_once: bool = False
     frames_come_apart: bool = False
-    headroom_tokens: int = dispatcher.HEADROOM_TOKENS
+    headroom_tokens: int = DecodeConfig().headroom_tokens
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
     max_window_tokens: int = 0
@@ -304,29 +299,27 @@ class Scenario:
             device.lag_schedule_side()
         if self.at_once:
             device.run_pieces_at_once()
-        with (
-            mock.patch.object(local_prefill, "FALLBACK_CHUNK_TOKENS", FALLBACK_CHUNK_TOKENS),
-            mock.patch.object(dispatcher, "HEADROOM_TOKENS", self.headroom_tokens),
-            tokens_leave_one_by_one(),
-        ):
-            with building(SamplingState, DraftBacklog) as built:
-                engine = ExploredEngine(
-                    device,
-                    max_rows=self.max_rows,
-                    max_kv_tokens=self.max_kv_tokens,
-                    spec_info=self.spec_info,
-                    overlap=self.overlap,
-                    frames_come_apart=self.frames_come_apart,
-                    local_prefill_tokens=self.local_prefill_tokens,
-                    prefill_fallback=self.prefill_fallback,
-                    replicas=self.replicas,
-                    windows=(WINDOW,) if self.max_window_tokens else (),
-                    max_window_tokens=self.max_window_tokens,
-                )
-            shared = shared_by(engine.engine.pool, engine.engine.future_map, *built)
-            with device.exploring(shared), engine.watching_launches():
-                self.body(engine)
-                engine.live()
+        with building(SamplingState, DraftBacklog) as built:
+            engine = ExploredEngine(
+                device,
+                max_rows=self.max_rows,
+                max_kv_tokens=self.max_kv_tokens,
+                spec_info=self.spec_info,
+                overlap=self.overlap,
+                frames_come_apart=self.frames_come_apart,
+                local_prefill_tokens=self.local_prefill_tokens,
+                prefill_fallback=self.prefill_fallback,
+                fallback_chunk_tokens=FALLBACK_CHUNK_TOKENS,
+                headroom_tokens=self.headroom_tokens,
+                left_together=1,
+                replicas=self.replicas,
+                windows=(WINDOW,) if self.max_window_tokens else (),
+                max_window_tokens=self.max_window_tokens,
+            )
+        shared = shared_by(engine.engine.pool, engine.engine.future_map, *built)
+        with device.exploring(shared), engine.watching_launches():
+            self.body(engine)
+            engine.live()
         device.check_no_races()
         load = engine.engine.load()
         if load.num_row_retries:

@@ -61,7 +61,8 @@ def beside(
     settings: Any = kind(**options)
     if kind is PrefillSettings:
         return prefill_main.memory_beside_pool(settings, runtime)
-    return decode_main.memory_beside_pool(settings, runtime, spec_info)
+    config = replace(decode_main.engine_config(settings, None), spec_info=spec_info)
+    return decode_main.memory_beside_pool(settings, runtime, config)
 
 
 def sized(
@@ -264,7 +265,7 @@ def test_a_service_says_what_it_takes_and_why(
     if isinstance(settings, PrefillSettings):
         service = prefill_main.memory_beside_pool(settings, runtime)
     else:
-        service = decode_main.memory_beside_pool(settings, runtime, None)
+        service = decode_main.memory_beside_pool(settings, runtime, decode_main.engine_config(settings, None))
     with capture_logs() as logs:
         size = runtime.size_pool(settings, service, num_in_flight=64)
     (told,) = logs
@@ -283,7 +284,7 @@ def test_a_pool_that_does_not_hold_the_longest_request_is_told_with_what_would(
     context = runtime.model.max_context_tokens
     for max_kv_tokens, told in ((9, [(5, context, context + 4)]), (context + 4, [])):
         settings = DecodeSettings(**options, max_kv_tokens=max_kv_tokens)
-        service = decode_main.memory_beside_pool(settings, runtime, None)
+        service = decode_main.memory_beside_pool(settings, runtime, decode_main.engine_config(settings, None))
         with capture_logs() as logs:
             runtime.size_pool(settings, service, num_in_flight=64, tokens_ahead=4)
         assert [
@@ -303,22 +304,23 @@ def test_a_pool_that_does_not_hold_the_longest_request_is_told_with_what_would(
 def test_an_engine_that_there_is_no_room_for_beside_its_pool_is_refused_by_the_setting(
     main: ModuleType, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take_too_much(**_: Any) -> None:
+    def take_too_much(*_: Any, **options: Any) -> None:
         raise error
 
     size = PoolSize(
         max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="max_kv_tokens"
     )
-    process: Any = SimpleNamespace(
-        runtime=SimpleNamespace(draft=None, draw_kernels=None, model=None, device=None, timeline=None)
-    )
+    process: Any = SimpleNamespace(runtime=SimpleNamespace(parts=None))
     with pytest.raises(StartupError, match=r"^memory_share: beside the KV pool .*0\.30 GiB. Lower it"):
         if main is prefill_main:
             monkeypatch.setattr(prefill_main, "PrefillEngine", take_too_much)
-            prefill_main.new_engine(PrefillSettings(), process, size, None, on_step=lambda stats: None)
+            config = prefill_main.engine_config(PrefillSettings())
+            prefill_main.new_engine(config, process, size, None, on_step=lambda stats: None)
         else:
             monkeypatch.setattr(decode_main, "DecodeEngine", take_too_much)
-            decode_main.new_engine(DecodeSettings(), process, size, on_step=lambda stats: None)
+            settings = DecodeSettings()
+            config = decode_main.engine_config(settings, None)
+            decode_main.new_engine(settings, process, config, size, on_step=lambda stats: None)
 
 
 def test_memory_that_is_short_while_forwards_are_recorded_is_told_as_that() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.config.settings import DecodeSettings, Role
 from common.device.graph import GraphWork
+from common.draft.engine_parts import EngineParts
 from common.draft.head import DraftHead
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
@@ -25,7 +26,6 @@ from common.sampling.params import ResolvedSampling
 from common.service.process import Process
 from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime
-from common.telemetry.timeline import Timeline
 from decode_service import main as decode_main
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same
 from tests.support.pair import InProcessPair, PairOptions
@@ -91,9 +91,8 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
 
     monkeypatch.setattr(CalledGraph, "record", record)
     target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32")
-    runtime = SimpleNamespace(
-        model=target, draft=None, draw_kernels=None, device=RecordingCpuDevice(), timeline=Timeline()
-    )
+    device = RecordingCpuDevice()
+    runtime = SimpleNamespace(parts=EngineParts(model=target, device=device))
     size = PoolSize(max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="the test")
     process = Process(
         instance_id="here",
@@ -102,8 +101,11 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
         switch=RoleSwitch([Role.DECODE]),
     )
     with pytest.raises(StartupError, match=r"^cuda_graphs: .*stream is capturing"):
-        decode_main.new_engine(DecodeSettings(), process, size, on_step=lambda stats: None)
-    runtime.device.close(BOUND_S)
+        settings = DecodeSettings()
+        decode_main.new_engine(
+            settings, process, decode_main.engine_config(settings, None), size, on_step=lambda stats: None
+        )
+    device.close(BOUND_S)
 
 
 @pytest.mark.parametrize(("head", "shape", "num_shapes"), CASES)

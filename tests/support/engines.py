@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import fields, replace
+from typing import Any, TypeVar, cast
 
 from common.device.factory import open_device
 from common.device.stream import Device
+from common.draft.engine_parts import EngineConfig, EngineParts
+from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
+from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.messages import CallDone, Command, Event, FrameReady, OpenCall
-from prefill_service.schedule.scheduler import PrefillEngine
+from prefill_service.schedule.config import PrefillConfig
+from prefill_service.schedule.scheduler import EdgeCalls, PrefillEngine
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 SMALL: dict[str, Any] = {"max_rows": 4, "max_kv_tokens": 64, "max_context_tokens": 64, "debug_checks": True}
 """Sizes of a small engine, so that a test can reach its limits."""
@@ -25,19 +31,40 @@ def cpu_device() -> Device:
 
 
 def new_decode_engine(model: object, device: Device | None = None, **options: Any) -> DecodeEngine:
-    """Returns a decode engine with the sizes in `SMALL`, which `options` override. Without a device it gets a CPU
-    device of its own.
+    """Returns a decode engine with the sizes in `SMALL`, which `options` override: fields of its config, its size and
+    its parts, or arguments. Without a device it gets a CPU device of its own.
 
     `model` is a TargetModel or a stand-in for one.
     """
-    return DecodeEngine(model=cast(TargetModel, model), device=device or cpu_device(), **{**SMALL, **options})
+    if (depth := options.get("depth")) is not None:
+        options["spec_info"] = depth.levels[-1]
+    return DecodeEngine(*_values(DecodeConfig, model, device, options), **options)
 
 
 def new_prefill_engine(model: object, device: Device | None = None, **options: Any) -> PrefillEngine:
-    """Returns a prefill engine with the sizes in `SMALL`, which `options` override. Without a device it gets a CPU
-    device of its own.
+    """Returns a prefill engine with the sizes in `SMALL`, which `options` override: fields of its config, its size, its
+    parts and its edge, or arguments. Without a device it gets a CPU device of its own.
     """
-    return PrefillEngine(model=cast(TargetModel, model), device=device or cpu_device(), **{**SMALL, **options})
+    edge = EdgeCalls(**_taken(EdgeCalls, options))
+    return PrefillEngine(*_values(PrefillConfig, model, device, options), edge=edge, **options)
+
+
+def _values(
+    kind: type[ConfigT], model: object, device: Device | None, options: dict[str, Any]
+) -> tuple[ConfigT, PoolSize, EngineParts]:
+    """Takes the fields of config, size and parts out of `options`, and returns these values."""
+    for name, value in SMALL.items():
+        options.setdefault(name, value)
+    config = kind(**_taken(kind, options))
+    size = {"decided_by": "the test", **_taken(PoolSize, options)}
+    size["max_window_tokens"] = size.get("max_window_tokens") or size["max_kv_tokens"]
+    parts = {name: value for name, value in _taken(EngineParts, options).items() if value is not None}
+    with_model = EngineParts(model=cast(TargetModel, model), device=device or cpu_device(), **parts)
+    return config, PoolSize(**size), with_model
+
+
+def _taken(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
 
 
 class PrefillHalf:

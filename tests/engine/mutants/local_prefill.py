@@ -15,7 +15,8 @@ from common.kv.pool import KvPool, RowLease
 from common.prompts.chunk_batch import Chunk
 from common.sampling.state import RowSeed
 from decode_service.messages import Phase
-from decode_service.schedule import local_prefill, scheduler
+from decode_service.schedule import local_prefill
+from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill, LocalPrompt
@@ -120,7 +121,7 @@ def only_short_turns_stay(patch: pytest.MonkeyPatch) -> None:
 
 def fallback_keeps_the_limit(patch: pytest.MonkeyPatch) -> None:
     """Counts only prompts of up to `local_prefill_tokens` as short, even while no replica is ready."""
-    patch.setattr(scheduler, "local_chunk_tokens", lambda local_prefill_tokens, **_: local_prefill_tokens)
+    patch.setattr(DecodeConfig, "max_chunk_tokens", property(lambda config: config.local_prefill_tokens))
 
 
 def fallback_is_forgotten(patch: pytest.MonkeyPatch) -> None:

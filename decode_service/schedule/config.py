@@ -1,0 +1,83 @@
+"""What the decode engine is told, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.draft.engine_parts import EngineConfig
+from decode_service.speculate.spec_info import SpecInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig(EngineConfig):
+    """What the decode engine is told.
+
+    `spec_info` is the deepest speculation of a step, None without a draft head. With `prefix_routing` the choice of a
+    prefill service weighs what it has cached against its load. If at most `local_prefill_tokens` are left to compute,
+    the engine computes them itself, in chunks of at most as many tokens between its steps; 0 switches that off. With
+    `prefill_fallback` it computes prompts of any length while no prefill replica is ready. With `replays_forwards` the
+    steps' forwards are recorded as graphs when the engine is created, if the device can. `nontemporal_copies` makes
+    large KV copies bypass the CPU's caches.
+
+    A request fails after `max_handoff_attempts` lost handoffs, or when none was possible for `prefill_timeout_s`.
+    Waiting makes no request's priority better than `best_priority`. Clients share the rows and slots in proportion to
+    `client_weights`, by default 1 each. One that waits for longer than `reclaim_after_s` gets rows and slots of
+    requests of clients that hold more; 0 switches that off.
+    """
+
+    spec_info: SpecInfo | None = None
+    prefix_routing: bool = True
+    local_prefill_tokens: int = 0
+    prefill_fallback: bool = False
+    replays_forwards: bool = False
+    nontemporal_copies: bool = True
+    max_handoff_attempts: int = 3
+    prefill_timeout_s: float = 10.0
+    best_priority: int = 0
+    client_weights: Mapping[str, float] = field(default_factory=dict)
+    reclaim_after_s: float = 1.0
+    headroom_tokens: int = 16
+    """Slots that stay free for each row in use when a request gets a row, so that a new request does not soon cause a
+    retraction.
+    """
+    fallback_after_s: float = 1.0
+    """For how long no replica must be ready before prompts of any length are computed here. A replica that has lost a
+    call, or was never polled, counts as not ready until its next poll. This is twice the interval of polls, so that no
+    long prompt is computed here only because a poll has not come yet.
+    """
+    fallback_chunk_tokens: int = 256
+    """The most tokens in a forward while no replica is ready. Computing so many takes longer than reading the model's
+    weights from memory, and a CPU's fused forward takes no more at once.
+    """
+    left_together: int = 16
+    """A row's tokens leave its windows in groups of at least this many, because each group costs time."""
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """The most prompt tokens that one forward computes; 0 if prompts are never computed here."""
+        return max(self.local_prefill_tokens, self.fallback_chunk_tokens if self.prefill_fallback else 0)
+
+    @property
+    def num_step_slots(self) -> int:
+        """The most tokens of a row that one step writes."""
+        return 1 if self.spec_info is None else self.spec_info.num_slots
+
+    @property
+    def max_depth(self) -> int:
+        """The most drafts of a row that one step may accept."""
+        return 0 if self.spec_info is None else self.spec_info.num_steps
+
+    @property
+    def tokens_ahead(self) -> int:
+        """How many more tokens than a request may have its row has slots for."""
+        return self.num_step_slots - 1
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """How many tokens of a row are at most written past those that are known to be computed.
+
+        While a step is launched, another is in flight, and the tokens of one more have not left the row's windows. A
+        chunk of a prompt is never in flight with another one.
+        """
+        return max(self.left_together + 3 * self.num_step_slots, self.max_chunk_tokens)

@@ -1,0 +1,32 @@
+"""What the prefill engine is told, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.draft.engine_parts import EngineConfig
+from common.rpc.grpc_options import MAX_SEGMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig(EngineConfig):
+    """What the prefill engine is told.
+
+    A forward computes at most `max_batch_tokens`, and at most `chunk_tokens` of each prompt. `draft_topk` is the number
+    of first drafts from which the decode service starts its trees. KV is sent in segments of at most
+    `max_segment_bytes`; copies of it that gRPC has not taken have at most `send_budget_bytes`. `max_queued_rows` bounds
+    the prompts that wait for a row. With `early_sending` a layer's KV may be sent before its forward ends.
+    """
+
+    chunk_tokens: int = 512
+    max_batch_tokens: int = 2048
+    draft_topk: int = 1
+    send_budget_bytes: int = 64 << 20
+    max_segment_bytes: int = MAX_SEGMENT_BYTES
+    max_queued_rows: int = 1024
+    early_sending: bool = True
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """How many tokens of a row are at most written past those that are known to be computed: two chunks."""
+        return 2 * self.chunk_tokens
