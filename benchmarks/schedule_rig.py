@@ -165,7 +165,7 @@ class PresetWorker:
         step, num_rows = next(self._steps), batch.batch_size
         relayed: Cell[RelayedInputs] = Cell()
         new_seq_lens: Cell[Tensor] = Cell()
-        output = WorkerOutput.empty()
+        output = WorkerOutput.of(batch)
         tokens = self._tokens[step, :num_rows, : batch.max_accept_len]
         accept_lens = self._accept_lens[step, :num_rows].clamp(max=batch.max_accept_len)
 

@@ -112,8 +112,8 @@ class SpeculativeWorker(ABC):
         verified: Cell[_Verified] = Cell()
         new_seq_lens: Cell[Tensor] = Cell()
         computed: Cell[TargetOutput] = Cell()
-        output = WorkerOutput.empty()
-        is_constrained = bool(batch.sampling.constrained.size)
+        output = WorkerOutput.of(batch)
+        masked = output.masked
 
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
@@ -129,19 +129,19 @@ class SpeculativeWorker(ABC):
 
         def prepare(inputs: RelayedInputs, tree: DraftTree) -> None:
             prepared.set(self._prepare(batch, inputs, tree))
-            if is_constrained:
+            if masked is not None:
                 to_host = self._device.to_host
-                output.drafts.set(HostDrafts(to_host(tree.token_ids), to_host(tree.parents)))
+                masked.drafts.set(HostDrafts(to_host(tree.token_ids), to_host(tree.parents)))
 
         def verify() -> None:
             with torch.inference_mode():
                 computed.set(prepared.get().compute())
-            if not is_constrained:
+            if masked is None:
                 accept()
 
         def accept() -> None:
             with torch.inference_mode():
-                masks = output.masks.get() if is_constrained else None
+                masks = None if masked is None else masked.masks.get()
                 result = self._accept(batch, prepared.get(), computed.get(), masks, output)
                 new_seq_lens.set(result.new_seq_lens)
                 if batch.leaves_head_behind:
@@ -163,7 +163,7 @@ class SpeculativeWorker(ABC):
         if batch.has_drafts:
             drafted_at = prepared_at
         self._stream.enqueue(Measured(verify, step_figures(batch)), scope)
-        computed_at = self._stream.record(scope) if is_constrained else None
+        computed_at = None if masked is None else self._stream.record(scope)
 
         def follow() -> None:
             if batch.has_drafts:
@@ -175,17 +175,17 @@ class SpeculativeWorker(ABC):
             output.marks.set((begin, drafted_at, verified_at, extended_at))
 
         def draw() -> None:
-            assert computed_at is not None
-            output.draw_marks.set((computed_at, self._stream.record(scope)))
+            assert masked is not None and computed_at is not None
+            masked.marks.set((computed_at, self._stream.record(scope)))
             self._stream.enqueue(accept, scope)
             follow()
 
-        if not is_constrained:
+        if masked is None:
             follow()
         return replace(
             output,
             prepared=prepared_at,
-            draw=draw if is_constrained else None,
+            draw=None if masked is None else draw,
             kept=(relayed, prepared, computed, verified),
         )
 
@@ -235,8 +235,8 @@ class SpeculativeWorker(ABC):
             self._state.count_runs(batch.req_pool_indices[entries], tokens[entries], is_accepted[entries])
         output.sampled.set(sampled)
         output.accept_lens.set(accept_lens)
-        if batch.has_drafts and batch.sampling.constrained.size:
-            output.gained.set(HostTokens(self._device.to_host(tokens), self._device.to_host(accept_lens)))
+        if batch.has_drafts and output.masked is not None:
+            output.masked.gained.set(HostTokens(self._device.to_host(tokens), self._device.to_host(accept_lens)))
         return _Verified(tokens, captured, accept_lens, batch.prefix_lens + accept_lens)
 
     def _extend(self, batch: ForwardBatch, spec_info: SpecInfo, verified: _Verified) -> RelayPayload:

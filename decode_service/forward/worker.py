@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,33 +43,42 @@ class HostTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskedDraw:
+    """What the schedule side and the pieces of a step tell each other if grammars constrain the step's draws.
+
+    The schedule side computes `masks`, as `draw` takes them, while the target computes: it needs the last step's
+    tokens, and the step's `drafts`, which are on the host when its inputs are ready. `marks` are the events where the
+    forward ends and where the draw begins. If the step has drafts, the tokens `gained` are on the host when the lengths
+    are published.
+    """
+
+    masks: Cell[Tensor] = field(default_factory=Cell)
+    drafts: Cell[HostDrafts] = field(default_factory=Cell)
+    marks: Cell[tuple[Event, Event]] = field(default_factory=Cell)
+    gained: Cell[HostTokens] = field(default_factory=Cell)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerOutput:
     """The results of a step, in cells that its pieces (units of work on the stream) fill.
 
     `payload` is stashed for the next step. `sampled` holds the step's tokens: for each entry as many as it can gain.
     `accept_lens` [B] int64 says how many of them count; it is not set if `has_one_each`. `is_invalid` [B] bool marks
-    rows whose relayed input was unusable. `prepared` is the event at which the inputs are ready and only the forward
-    remains. `marks` are the events where draft, verify and extend begin and where extend ends; they are not set without
-    speculation. `input_ids` is a tensor made at the launch and filled by a piece. `kept` holds objects that must live
-    until the step's end.
+    rows whose relayed input was unusable. `marks` are the events where draft, verify and extend begin and where extend
+    ends; they are not set without speculation. `prepared` is the event at which the inputs are ready and only the
+    forward remains. `input_ids` is a tensor made at the launch and filled by a piece. `kept` holds objects that must
+    live until the step's end.
 
-    If grammars constrain entries, the draw and what follows are not enqueued yet. The schedule side computes the masks
-    while the target computes: it needs the last step's tokens, and the step's `drafts`, which are on the host at
-    `prepared`. It sets `masks`, as `draw` takes them, and `mask_s`, the seconds that they took, and calls `draw`. Then
-    `draw_marks` are the events where the forward ends and where the draw begins. Otherwise `draw` is None. If the step
-    has drafts too, its tokens `gained` are on the host when the lengths are published.
+    If grammars constrain entries, `masked` is not None. Then the draw and what follows are enqueued by `draw`, which
+    the schedule side calls when it has set the masks.
     """
 
-    payload: Cell[RelayPayload]
-    sampled: Cell[Sampled]
-    accept_lens: Cell[Tensor]
-    is_invalid: Cell[Tensor]
-    marks: Cell[tuple[Event, ...]]
-    masks: Cell[Tensor]
-    mask_s: Cell[float]
-    draw_marks: Cell[tuple[Event, Event]]
-    drafts: Cell[HostDrafts]
-    gained: Cell[HostTokens]
+    payload: Cell[RelayPayload] = field(default_factory=Cell)
+    sampled: Cell[Sampled] = field(default_factory=Cell)
+    accept_lens: Cell[Tensor] = field(default_factory=Cell)
+    is_invalid: Cell[Tensor] = field(default_factory=Cell)
+    marks: Cell[tuple[Event, ...]] = field(default_factory=Cell)
+    masked: MaskedDraw | None = None
     prepared: Event | None = None
     draw: Callable[[], None] | None = None
     input_ids: Tensor | None = None
@@ -77,10 +86,9 @@ class WorkerOutput:
     kept: Sequence[object] = ()
 
     @classmethod
-    def empty(cls) -> WorkerOutput:
-        cells: Sequence[Cell[Any]] = [Cell() for _ in range(10)]
-        payload, sampled, accept_lens, is_invalid, marks, masks, mask_s, draw_marks, drafts, gained = cells
-        return cls(payload, sampled, accept_lens, is_invalid, marks, masks, mask_s, draw_marks, drafts, gained)
+    def of(cls, batch: ForwardBatch) -> WorkerOutput:
+        """Returns the output of a step whose pieces are not enqueued yet."""
+        return cls(masked=MaskedDraw() if batch.sampling.constrained.size else None)
 
 
 class Worker(Protocol):
@@ -118,7 +126,8 @@ class PlainWorker:
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput:
-        output = WorkerOutput.empty()
+        output = WorkerOutput.of(batch)
+        masked = output.masked
         tokens = torch.empty_like(batch.req_pool_indices)
         window = window_input(batch, tokens, self._pool, self._model.layer_group.name)
         compute = self._prepared(window)
@@ -129,11 +138,9 @@ class PlainWorker:
             tokens.copy_(inputs.tokens)
             output.is_invalid.set(inputs.is_invalid)
 
-        is_constrained = bool(batch.sampling.constrained.size)
-
         def decode() -> None:
             computed.set(compute())
-            if not is_constrained:
+            if masked is None:
                 draw()
 
         def draw() -> None:
@@ -144,7 +151,7 @@ class PlainWorker:
                 batch.seq_lens,
                 self._sampling_state,
                 batch.sampling,
-                masks=output.masks.get() if is_constrained else None,
+                masks=None if masked is None else masked.masks.get(),
                 found=target.largest,
             )
             output.sampled.set(sampled)
@@ -153,17 +160,17 @@ class PlainWorker:
         self._stream.enqueue(resolve, scope)
         prepared = self._stream.record(scope)
         self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
-        computed_at = self._stream.record(scope) if is_constrained else None
+        computed_at = None if masked is None else self._stream.record(scope)
 
         def draw_later() -> None:
-            assert computed_at is not None
-            output.draw_marks.set((computed_at, self._stream.record(scope)))
+            assert masked is not None and computed_at is not None
+            masked.marks.set((computed_at, self._stream.record(scope)))
             self._stream.enqueue(draw, scope)
 
         return replace(
             output,
             prepared=prepared,
-            draw=draw_later if is_constrained else None,
+            draw=None if masked is None else draw_later,
             input_ids=tokens,
             has_one_each=True,
             kept=(window, compute, computed),

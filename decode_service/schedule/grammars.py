@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from common.grammar.matcher import ALL_ALLOWED, Mask, MinLength, fill_nodes, num_words
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import AheadMatcher, BegunStep, StepInFlight
+from decode_service.schedule.results import AheadMatcher
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.schedule.step import LaunchedStep
 
 
 def forced_tokens(
     running: ScheduleBatch,
     num_in_flight: NDArray[np.int64],
-    in_flight: StepInFlight | None,
+    in_flight: LaunchedStep | None,
     ahead: Mapping[Request, AheadMatcher],
     *,
     max_forced: int,
@@ -41,7 +42,7 @@ def forced_tokens(
             token_ids = ahead[req].matcher.forced()
         elif not num_in_flight[running.rows[i]]:
             token_ids = req.matcher.forced()
-        elif in_flight is not None and not in_flight.begun.batch.has_drafts:
+        elif in_flight is not None and not in_flight.batch.has_drafts:
             token_ids = req.matcher.forced()[1:]  # the step in flight has the first one
         else:
             continue
@@ -50,23 +51,24 @@ def forced_tokens(
     return found
 
 
-def masks_of(begun: BegunStep, are_held: NDArray[np.bool_], *, vocab_size: int) -> tuple[Mask, list[Request]]:
+def masks_of(step: LaunchedStep, are_held: NDArray[np.bool_], *, vocab_size: int) -> tuple[Mask, list[Request]]:
     """Returns the masks of the draws of the step's constrained entries, [C * nodes, words], as `draw` takes them, and
     the requests whose matchers have failed. Notes in each request what its copies' failures withhold.
 
     The matchers must have accepted the tokens of all steps before. Rows of the step that their requests have left, of
     which `are_held` [B] is False, and those of failed matchers, get masks that allow everything.
     """
-    batch = begun.batch
+    batch = step.batch
     entries = batch.sampling.constrained
     masks = np.full((len(entries), batch.num_tokens, num_words(vocab_size)), ALL_ALLOWED, np.int32)
     failed = []
     token_ids = parents = np.empty((batch.batch_size, 0), np.int64)
     if batch.has_drafts:
-        drafts = begun.output.drafts.get()
+        assert step.output.masked is not None
+        drafts = step.output.masked.drafts.get()
         token_ids, parents = drafts.token_ids.numpy(), drafts.parents.numpy()
     for place, entry in enumerate(entries.tolist()):
-        req = begun.reqs[entry]
+        req = step.reqs[entry]
         if req.matcher is None or not are_held[entry]:
             continue
         is_drafted = batch.has_drafts and entry not in batch.undrafted

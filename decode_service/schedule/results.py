@@ -1,10 +1,9 @@
-"""The results of a launched step, and how they become output: each request gets its next tokens."""
+"""How the results of a step become output: each request gets its next tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -12,65 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.device.cell import Cell
-from common.device.stream import Device, Scope, Stream, wait_in_order
-from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
 from common.errors import EngineFault
 from common.grammar.matcher import Matcher
-from common.sampling.logprobs import unpack_logprobs
-from common.sampling.operators import Sampled, sampled_to_host
 from common.sampling.params import TokenLogprobs
-from common.telemetry.step_stats import MaskStats, SpeculationStats
-from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayPayload
-from decode_service.forward.worker import WorkerOutput
 from decode_service.messages import Event, Phase, Tokens
 from decode_service.schedule.life import Lives
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
-
-
-@dataclass(frozen=True, slots=True)
-class RowResults:
-    """The results of a step's rows, as columns. Row b gains the first `accept_lens[b]` tokens of `token_ids[b]`.
-
-    `token_ids` is [B, W] int64 and `accept_lens` [B]. `are_invalid` [B] bool marks rows whose relayed input or logits
-    were unusable. `logprobs` [B, W] of TokenLogprobs has None for rows that want none; it is None if no row wants any.
-    """
-
-    token_ids: NDArray[np.int64]
-    accept_lens: NDArray[np.int64]
-    are_invalid: NDArray[np.bool_]
-    logprobs: NDArray[np.object_] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _HostResults:
-    """A step's results as tensors on the host. `accept_lens` is None if each entry has exactly one token."""
-
-    sampled: Sampled
-    accept_lens: Tensor | None
-    is_invalid: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BegunStep:
-    """A step whose forward is launched. `output.draw` has still to be called, if it is not None.
-
-    `rows` [B] are the pool rows in which `reqs` run, and `serials` [B] the numbers that RunningRows gave them for their
-    stay there; a request that has left its row since the launch gets no results.
-    """
-
-    scope: Scope
-    batch: ForwardBatch
-    reqs: tuple[Request, ...]
-    request_ids: tuple[str, ...]
-    rows: NDArray[np.int64]
-    serials: NDArray[np.int64]
-    output: WorkerOutput
-    launched_s: float
+from decode_service.schedule.step import EndedStep, LaunchedStep, RowResults
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,109 +30,6 @@ class AheadMatcher:
 
     matcher: Matcher
     num_tokens: int
-
-
-@dataclass(frozen=True)
-class StepInFlight:
-    """The step `begun`, all of which is enqueued now, and whose results are not taken yet.
-
-    It keeps every tensor and cell of the step alive until the event `end`, after which the results are on the host.
-    `previous_end` is the end of the step that was in flight at the launch, or None.
-    """
-
-    begun: BegunStep
-    host: Cell[_HostResults]
-    end: StreamEvent
-    previous_end: StreamEvent | None
-
-    @classmethod
-    def seal(
-        cls, *, begun: BegunStep, device: Device, stream: Stream, previous_end: StreamEvent | None
-    ) -> StepInFlight:
-        """Enqueues the copy of the step's results to the host, records the event `end` and builds the StepInFlight."""
-        host: Cell[_HostResults] = Cell()
-        output = begun.output
-        sampled, is_invalid = output.sampled, output.is_invalid
-        accept_lens = None if output.has_one_each else output.accept_lens
-
-        def copy_results() -> None:
-            host.set(
-                _HostResults(
-                    sampled_to_host(device, sampled.get()),
-                    None if accept_lens is None else device.to_host(accept_lens.get()),
-                    device.to_host(is_invalid.get()),
-                )
-            )
-
-        stream.enqueue(copy_results, begun.scope)
-        if not device.runs_pieces_beside:  # otherwise its thread would stop to free finished objects
-            begun = replace(begun, output=replace(output, kept=()))
-        return cls(begun, host, end=stream.record(begun.scope, "the end"), previous_end=previous_end)
-
-    def await_end(self, timeout_s: float, *, followed_by: BegunStep | None) -> None:
-        """Waits for the step's end. Raises the errors of `Event.synchronize`.
-
-        It waits first until the inputs of the step `followed_by` are prepared. Otherwise the Python code that prepares
-        them would compete for the interpreter with the code that takes these results.
-        """
-        if followed_by is not None and (prepared := followed_by.output.prepared) is not None:
-            wait_in_order(prepared, timeout_s)  # a failure is reported by that step's own end event
-        self.end.synchronize(timeout_s)
-
-    @cached_property
-    def speculation(self) -> SpeculationStats | None:
-        """The step's drafting and verification figures, or None without speculation. Read it only after `end`."""
-        batch = self.begun.batch
-        if batch.spec_info is None:
-            return None
-        begin, drafted, verified, extended = self.begun.output.marks.get()
-        relayed_lens = self.host.get().accept_lens
-        assert relayed_lens is not None, "who drafts says how many it accepted"
-        accept_lens, num_forced = relayed_lens.numpy(), batch.num_forced
-        if batch.undrafted:
-            accept_lens, num_forced = (np.delete(each, batch.undrafted) for each in (accept_lens, num_forced))
-        is_sound = (accept_lens >= 1) & (accept_lens <= batch.max_accept_len)  # a row with any other length fails
-        accept_lens, num_forced = accept_lens[is_sound], num_forced[is_sound]
-        return SpeculationStats(
-            num_levels=batch.spec_info.num_steps,
-            accept_lens=tuple(accept_lens.tolist()),
-            num_forced=tuple(num_forced.tolist()) if batch.forced is not None else (),
-            draft_s=drafted.seconds_since(begin),
-            verify_s=verified.seconds_since(drafted),
-            extend_s=extended.seconds_since(verified),
-            idle_s=None if self.previous_end is None else begin.seconds_since(self.previous_end),
-        )
-
-    @property
-    def masks(self) -> MaskStats | None:
-        """The cost of the step's masks, or None if no grammar constrains its draws. Read it only after `end`."""
-        num_rows, output = int(self.begun.batch.sampling.constrained.size), self.begun.output
-        if not num_rows:
-            return None
-        computed, drawn = output.draw_marks.get()
-        return MaskStats(num_rows, output.mask_s.get(), drawn.seconds_since(computed))
-
-    def results(self) -> RowResults:
-        """Returns the step's results as columns. Call this only after `end`."""
-        host, batch = self.host.get(), self.begun.batch
-        width = batch.max_accept_len
-        are_unusable = host.sampled.is_invalid.numpy()
-        if host.accept_lens is None:
-            accept_lens = (~are_unusable).astype(np.int64)
-        else:
-            accept_lens = host.accept_lens.numpy()
-            are_accepted = np.arange(width) < accept_lens[:, None]
-            are_unusable = np.logical_or.reduce(are_unusable.reshape(-1, width) & are_accepted, axis=1)
-            are_unusable |= (accept_lens < 1) | (accept_lens > width)
-        logprobs = None
-        if batch.sampling.with_logprobs.size:
-            logprobs = unpack_logprobs(host.sampled, batch.sampling, width=width)
-        return RowResults(
-            token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
-            accept_lens=accept_lens,
-            are_invalid=host.is_invalid.numpy() | are_unusable,
-            logprobs=logprobs,
-        )
 
 
 def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
@@ -248,16 +96,17 @@ class ResultTaker:
         self._append(every, prebuilt.rows, prebuilt.reqs, prebuilt.request_ids, results, self._clock())
         self._follow_grammars(prebuilt.sampling.constrained, every, prebuilt.reqs, results, {})
 
-    def look_ahead(self, step: StepInFlight) -> dict[Request, AheadMatcher]:
+    def look_ahead(self, step: LaunchedStep) -> dict[Request, AheadMatcher]:
         """Lets copies of matchers accept the tokens of a step with drafts that has published its lengths, and returns
         them. The step has not ended, so what they accept may still be lost.
         """
-        begun, ahead = step.begun, dict[Request, AheadMatcher]()
-        are_held = self.still_held(begun)
-        gained = begun.output.gained.get()
+        ahead = dict[Request, AheadMatcher]()
+        are_held = self.still_held(step)
+        assert step.output.masked is not None
+        gained = step.output.masked.gained.get()
         token_ids, accept_lens = gained.token_ids.numpy(), gained.accept_lens.numpy()
-        for i in begun.batch.sampling.constrained.tolist():
-            req = begun.reqs[i]
+        for i in step.batch.sampling.constrained.tolist():
+            req = step.reqs[i]
             if req.matcher is None or not (are_held[i] and req.wants_drafts):
                 continue
             matcher = req.matcher.copy()
@@ -266,28 +115,28 @@ class ResultTaker:
             ahead[req] = AheadMatcher(matcher, num_tokens)
         return ahead
 
-    def take(self, step: StepInFlight, ahead: Mapping[Request, AheadMatcher]) -> None:
+    def take(self, step: EndedStep, ahead: Mapping[Request, AheadMatcher]) -> None:
         """Gives an ended step's results to the requests that still hold the rows they ran in. `ahead` has the matchers
         that have accepted tokens of the step before its end.
         """
-        begun, results = step.begun, step.results()
-        are_held = self.still_held(begun)
-        self._rows.num_in_flight[begun.rows[are_held]] -= 1
+        results = step.results()
+        are_held = self.still_held(step)
+        self._rows.num_in_flight[step.rows[are_held]] -= 1
         now_s = self._clock()
         for i in (are_held & results.are_invalid).nonzero()[0].tolist():
-            self._lose_invalid(begun.reqs[i], results.token_ids[i, : results.accept_lens[i]].tolist())
+            self._lose_invalid(step.reqs[i], results.token_ids[i, : results.accept_lens[i]].tolist())
         (entries,) = (are_held & ~results.are_invalid).nonzero()
-        rows = begun.rows[entries]
-        self._rows.draft_lags[rows] = begun.batch.draft_lag_after[entries]
+        rows = step.rows[entries]
+        self._rows.draft_lags[rows] = step.batch.draft_lag_after[entries]
         for i in entries[self._rows.decode(rows)].tolist():
-            if begun.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
-                self._lives.enter(begun.reqs[i], Phase.DECODE, at_s=now_s)
-        self._append(entries, rows, begun.reqs, begun.request_ids, results, now_s, step)
-        self._follow_grammars(begun.batch.sampling.constrained, entries, begun.reqs, results, ahead)
+            if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
+                self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
+        self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
+        self._follow_grammars(step.batch.sampling.constrained, entries, step.reqs, results, ahead)
 
-    def still_held(self, begun: BegunStep) -> NDArray[np.bool_]:
+    def still_held(self, step: LaunchedStep) -> NDArray[np.bool_]:
         """Returns, for each entry [B] of the step, whether its request still holds the row it ran in."""
-        held: NDArray[np.bool_] = self._rows.serials[begun.rows] == begun.serials
+        held: NDArray[np.bool_] = self._rows.serials[step.rows] == step.serials
         return held
 
     def _lose_invalid(self, req: Request, token_ids: Sequence[int]) -> None:
@@ -315,7 +164,7 @@ class ResultTaker:
         request_ids: tuple[str, ...],
         results: RowResults,
         now_s: float,
-        step: StepInFlight | None = None,
+        step: EndedStep | None = None,
     ) -> None:
         """Gives new tokens to the requests at `entries`, posts them, and finishes the requests that end with them.
 
@@ -373,8 +222,8 @@ class ResultTaker:
         self._lives.enter(req, Phase.DELIVERY, at_s=now_s)
         self._post(req.finished(reason, req.num_output, stop_token_id=stop_token_id))
 
-    def _count_drafts(self, entries: NDArray[np.intp], rows: Rows, num_added: Rows, step: StepInFlight) -> None:
-        batch = step.begun.batch
+    def _count_drafts(self, entries: NDArray[np.intp], rows: Rows, num_added: Rows, step: EndedStep) -> None:
+        batch = step.batch
         if batch.spec_info is None or step.speculation is None:
             return
         if batch.undrafted:

@@ -15,7 +15,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.device.errors import PieceFailed
 from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, wait_in_order
@@ -53,9 +52,7 @@ from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import Request
 from decode_service.schedule.results import (
     AheadMatcher,
-    BegunStep,
     ResultTaker,
-    StepInFlight,
     first_token_payload,
     first_tokens,
 )
@@ -63,6 +60,7 @@ from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
 from decode_service.schedule.shares import Shares
+from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
 
@@ -233,7 +231,7 @@ class DecodeEngine:
         )
         self._running = ScheduleBatch.empty(device.torch_device)
         self._unseeded: list[Request] = []
-        self._in_flight: StepInFlight | None = None
+        self._in_flight: SealedStep | None = None
         self._ahead: dict[Request, AheadMatcher] = {}  # the matchers that have accepted tokens of the step in flight
         self._is_draining = False
         self._is_stalled = False  # slots are short, and those that become free are still in use
@@ -258,21 +256,21 @@ class DecodeEngine:
                 self._retraction.make_way(self._running, self._dispatcher.short)
                 has_chunks = self._local.launch()
                 batch = self._next_batch(ready)
-                begun = self._launch(batch) if batch is not None else None
-                launched = None
-                if begun is not None and (begun.output.draw is None or self._in_flight is None):
-                    launched = self._seal(begun)
-                if begun is not None or self._in_flight is not None:
+                launched = self._launch(batch) if batch is not None else None
+                sealed = None
+                if launched is not None and (launched.output.draw is None or self._in_flight is None):
+                    sealed = self._seal(launched)
+                if launched is not None or self._in_flight is not None:
                     self._num_steps += 1
                 self._outbox.hand_over()
-                self._start_copies(self._in_flight or launched)
+                self._start_copies(self._in_flight or sealed)
                 # Chunks that run before the next step would hold up this step's results.
                 waits_for_next = self._device.runs_pieces_beside and not has_chunks
-                self._finish(self._in_flight, followed_by=begun if waits_for_next else None)
-                if begun is not None and launched is None:
-                    launched = self._seal(begun)
-                self._in_flight = launched
-                if launched is None:
+                self._finish(self._in_flight, followed_by=launched if waits_for_next else None)
+                if launched is not None and sealed is None:
+                    sealed = self._seal(launched)
+                self._in_flight = sealed
+                if sealed is None:
                     self._local.await_chunks(_STEP_TIMEOUT_S)
                 if not self._config.overlap:
                     self._finish(self._in_flight)
@@ -286,7 +284,7 @@ class DecodeEngine:
                 raise
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
-    def _start_copies(self, busy_with: StepInFlight | None) -> None:
+    def _start_copies(self, busy_with: SealedStep | None) -> None:
         """Starts copies of received segments that wait for this thread: one, and more until the step `busy_with` has
         ended.
 
@@ -393,7 +391,7 @@ class DecodeEngine:
             self._is_stalled = False
             return None
         running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
-        if self._in_flight is not None and self._in_flight.begun.batch.has_drafts:  # this step publishes its lengths
+        if self._in_flight is not None and self._in_flight.batch.has_drafts:  # this step publishes its lengths
             self._outbox.hand_over()
             if (publish_ready := self.future_map.lengths_to_come()) is not None:
                 self._landing.start_copies(publish_ready)
@@ -421,7 +419,7 @@ class DecodeEngine:
             return {}
         step = self._in_flight
         with self.track.span("forced_tokens"):
-            if has_published and step is not None and step.begun.batch.sampling.constrained.size:
+            if has_published and step is not None and step.batch.sampling.constrained.size:
                 self._ahead = self._taker.look_ahead(step)
             num_in_flight = self._rows.num_in_flight
             return forced_tokens(running, num_in_flight, step, self._ahead, max_forced=self._config.max_depth)
@@ -433,7 +431,7 @@ class DecodeEngine:
         without `debug_checks`.
         """
         lengths = running.seq_lens_cpu.numpy()
-        max_accept_len = 0 if self._in_flight is None else self._in_flight.begun.batch.max_accept_len
+        max_accept_len = 0 if self._in_flight is None else self._in_flight.batch.max_accept_len
         can_be = self._rows.can_have(running.rows, lengths, max_accept_len=max_accept_len)
         if can_be.all():
             return
@@ -461,7 +459,7 @@ class DecodeEngine:
     # ---- launching and finishing --------------------------------------------------------------------------------
 
     @recorded("launch")
-    def _launch(self, batch: ScheduleBatch) -> BegunStep:
+    def _launch(self, batch: ScheduleBatch) -> LaunchedStep:
         """Enqueues the step's forward and, unless grammars constrain its draws, what comes after it."""
         scope = Scope(f"step {self._num_steps}")
         forward_batch = batch.snapshot()
@@ -479,7 +477,7 @@ class DecodeEngine:
         if output.draw is not None:
             self.pool.use_until(batch.rows, NOT_YET, self._forward_stream)  # until `_seal` knows the end
         self._rows.num_in_flight[batch.rows] += 1
-        return BegunStep(
+        return LaunchedStep(
             scope=scope,
             batch=forward_batch,
             reqs=tuple(batch.reqs),
@@ -491,45 +489,46 @@ class DecodeEngine:
         )
 
     @recorded("seal")
-    def _seal(self, begun: BegunStep) -> StepInFlight:
+    def _seal(self, launched: LaunchedStep) -> SealedStep:
         """Enqueues the rest of a step: the draws under grammars, the stash, and the copy of the results.
 
         The masks of the draws follow from the tokens of the step before, so that step must be finished. The rows of
         requests that ended with it are not reclaimed before this call.
         """
-        if begun.output.draw is not None:
-            if (masks := self._masks(begun)) is not None:
-                begun.output.masks.set(masks)
-                self._forward_stream.wait(self._device.schedule_stream.record())
-            begun.output.draw()
-        self.future_map.stash(begun.batch.req_pool_indices, begun.output.payload, begun.scope)
+        output, mask_s = launched.output, 0.0
+        if output.draw is not None:
+            mask_s = self._set_masks(launched)
+            output.draw()
+        self.future_map.stash(launched.batch.req_pool_indices, output.payload, launched.scope)
         previous_end = None if self._in_flight is None else self._in_flight.end
-        step = StepInFlight.seal(
-            begun=begun, device=self._device, stream=self._forward_stream, previous_end=previous_end
+        sealed = launched.seal(
+            device=self._device, stream=self._forward_stream, previous_end=previous_end, mask_s=mask_s
         )
-        self.pool.use_until(begun.rows, step.end, self._forward_stream)
-        return step
+        self.pool.use_until(sealed.rows, sealed.end, self._forward_stream)
+        return sealed
 
-    def _masks(self, begun: BegunStep) -> Tensor | None:
-        """Returns the masks of the step's draws, as `draw` takes them, or None if the step failed before its inputs
-        were ready.
+    def _set_masks(self, launched: LaunchedStep) -> float:
+        """Computes the masks of the step's draws, unless the step failed before its inputs were ready. Returns the
+        seconds that this took.
         """
-        prepared = begun.output.prepared
-        assert prepared is not None
+        prepared, masked = launched.output.prepared, launched.output.masked
+        assert prepared is not None and masked is not None
         wait_in_order(prepared, _STEP_TIMEOUT_S)
         if prepared.error is not None:
-            return None
+            return 0.0
         start_s = self._clock()
-        with self.track.span("masks", rows=int(begun.batch.sampling.constrained.size)):
-            masks, failed = masks_of(begun, self._taker.still_held(begun), vocab_size=self._vocab_size)
-        begun.output.mask_s.set(self._clock() - start_s)
+        with self.track.span("masks", rows=int(launched.batch.sampling.constrained.size)):
+            masks, failed = masks_of(launched, self._taker.still_held(launched), vocab_size=self._vocab_size)
+        mask_s = self._clock() - start_s
         for req in failed:
             assert req.matcher is not None
             self._fail(req, req.sampling.constraint_error(req.matcher.failure))
-        return device_copy(torch.from_numpy(masks), self._device.torch_device)
+        masked.masks.set(device_copy(torch.from_numpy(masks), self._device.torch_device))
+        self._forward_stream.wait(self._device.schedule_stream.record())
+        return mask_s
 
     @recorded("finish")
-    def _finish(self, step: StepInFlight | None, *, followed_by: BegunStep | None = None) -> None:
+    def _finish(self, step: SealedStep | None, *, followed_by: LaunchedStep | None = None) -> None:
         """Waits for the step's end and hands its results to the requests that still hold the rows they ran in.
 
         If the step failed, these requests fail. Does nothing if `step` is None.
@@ -537,27 +536,26 @@ class DecodeEngine:
         ahead, self._ahead = self._ahead, {}
         if step is None:
             return
-        begun = step.begun
         try:
             with self.track.span("wait"):
-                step.await_end(_STEP_TIMEOUT_S, followed_by=followed_by)
+                ended = step.await_end(_STEP_TIMEOUT_S, followed_by=followed_by)
         except PieceFailed as failure:
             if failure.is_of_device:
                 raise  # no later step can succeed: the engine and all its requests end
-            for i in np.flatnonzero(self._taker.still_held(begun)).tolist():
-                self._fail(begun.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
+            for i in np.flatnonzero(self._taker.still_held(step)).tolist():
+                self._fail(step.reqs[i], EngineFault(f"a decode step failed: {failure.__cause__}"))
             return
         if self.pool.windows:
-            is_held = self._taker.still_held(begun)
-            num_computed = begun.batch.seq_lens_cpu - begun.batch.num_tokens + 1  # at least: the next step reads on
-            self.pool.leave_behind(begun.rows[is_held], num_computed[is_held], at_least=self._config.left_together)
-        self._taker.take(step, ahead)
+            is_held = self._taker.still_held(ended)
+            num_computed = ended.batch.seq_lens_cpu - ended.batch.num_tokens + 1  # at least: the next step reads on
+            self.pool.leave_behind(ended.rows[is_held], num_computed[is_held], at_least=self._config.left_together)
+        self._taker.take(ended, ahead)
         self._retraction.requeue_left()
-        spec_info, speculation = begun.batch.spec_info, step.speculation
+        spec_info, speculation = ended.batch.spec_info, ended.speculation
         if self._depth is not None and spec_info is not None and speculation is not None:
-            self._depth.observe(spec_info, draft_lag=begun.batch.draft_lag, stats=speculation)
-        num_rows, step_s = len(begun.reqs), self._clock() - begun.launched_s
-        self._on_step(StepStats(num_rows, num_rows * begun.batch.num_tokens, step_s, speculation, step.masks))
+            self._depth.observe(spec_info, draft_lag=ended.batch.draft_lag, stats=speculation)
+        num_rows, step_s = len(ended.reqs), self._clock() - ended.launched_s
+        self._on_step(StepStats(num_rows, num_rows * ended.batch.num_tokens, step_s, speculation, ended.masks))
 
     def _fail(self, req: Request, error: BatonError) -> None:
         if not req.has_ended:

@@ -67,7 +67,7 @@ _RETRY_AFTER_MS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class StepInFlight:
+class ChunksInFlight:
     """A launched forward of chunks. It keeps its tensors alive until `end`."""
 
     batch: ChunkBatch[Prompt]
@@ -163,7 +163,7 @@ class PrefillEngine:
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._lives = PromptLives(self.pool, ageing=config.ageing, ended=self._ended)
         self._unseeded: dict[Prompt, None] = {}
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[ChunksInFlight] = deque()
         self._failed_copies: list[SentPiece] = []
         self._outbox: list[Event] = []
         self._is_draining = False
@@ -348,7 +348,7 @@ class PrefillEngine:
         return True
 
     @recorded("launch")
-    def _launch(self) -> StepInFlight | None:
+    def _launch(self) -> ChunksInFlight | None:
         chunks = cut_chunks(
             [each for each in self._lives.in_turn(PromptPhase.COMPUTING, self._clock()) if self._may_go_on(each)],
             chunk_tokens=self._config.chunk_tokens,
@@ -378,7 +378,7 @@ class PrefillEngine:
             assert chunk.prompt.lease is not None
             chunk.prompt.lease.use_until(NOT_YET, stream)
         launched = self._worker.forward(batch, scope, layers_per_event=layers_per_event, meanwhile=meanwhile)
-        step = StepInFlight(batch, launched.computed, stream.record(scope), self._clock())
+        step = ChunksInFlight(batch, launched.computed, stream.record(scope), self._clock())
         for chunk in chunks:
             assert chunk.prompt.lease is not None
             chunk.prompt.lease.use_until(step.end, stream)
@@ -436,7 +436,7 @@ class PrefillEngine:
         if self._in_flight and self._clock() - self._begin_s(self._in_flight[0]) > _STEP_TIMEOUT_S:
             raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
 
-    def _begin_s(self, step: StepInFlight) -> float:
+    def _begin_s(self, step: ChunksInFlight) -> float:
         """Returns when the oldest forward in flight could begin, by the engine's clock.
 
         That is the time of its launch, or the end of the forward before it if that came later.
@@ -444,7 +444,7 @@ class PrefillEngine:
         return max(step.launched_s, self._last_end_s)
 
     @recorded("finish")
-    def _finish(self, step: StepInFlight) -> None:
+    def _finish(self, step: ChunksInFlight) -> None:
         start_s = self._begin_s(step)
         self._last_end_s = now_s = self._clock()
         self._sender.forward_ended()
@@ -466,7 +466,7 @@ class PrefillEngine:
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
 
-    def _post_prompt_logprobs(self, step: StepInFlight) -> None:
+    def _post_prompt_logprobs(self, step: ChunksInFlight) -> None:
         if (scores := step.computed.get().scores) is None:
             return
         for prompt, logprobs in step.batch.prompt_logprobs(scores):
@@ -474,7 +474,7 @@ class PrefillEngine:
                 self._outbox.append(FrameReady(prompt.call_id, RowLogprobs(prompt.index, logprobs)))
                 self._sender.add_logprobs(prompt.call_id, logprobs.num_bytes)
 
-    def _post_first_tokens(self, step: StepInFlight) -> None:
+    def _post_first_tokens(self, step: ChunksInFlight) -> None:
         batch, computed = step.batch, step.computed.get()
         prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
         invalid = computed.sampled.is_invalid.tolist()

@@ -9,7 +9,7 @@ import pytest
 from common.device.stream import Event as DeviceEvent
 from decode_service.messages import Event, Finished, StartHandoff, Tokens
 from decode_service.schedule.dispatcher import PrefillDispatcher
-from decode_service.schedule.results import StepInFlight
+from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import ScriptedEngine
 from tests.support.scripted_device import ScriptedDevice, run_needed
@@ -48,13 +48,13 @@ def test_tokens_wait_until_the_next_step_is_launched_or_waits(
     scripted, heard = delivering(spec_info)
     assert scripted.step() == [] and not heard, "the edge is told while a forward is to be launched"
     launched: list[bool] = []
-    seal = StepInFlight.seal
+    seal = LaunchedStep.seal
 
-    def note_and_seal(**launch: Any) -> StepInFlight:
+    def note_and_seal(self: LaunchedStep, **given: Any) -> SealedStep:
         launched.append(bool(heard))
-        return seal(**launch)
+        return seal(self, **given)
 
-    monkeypatch.setattr(StepInFlight, "seal", note_and_seal)
+    monkeypatch.setattr(LaunchedStep, "seal", note_and_seal)
     scripted.step()
     assert any(isinstance(event, Tokens) for event in heard)
     assert launched == [spec_info is not None], "with drafts there is a wait before the launch"

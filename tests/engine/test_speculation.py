@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.device.stream import Event
 from common.telemetry.step_stats import SpeculationStats
-from decode_service.schedule.results import StepInFlight
+from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
@@ -210,11 +210,11 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
         def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
             idle.append(stats.idle_s)
 
-    @instead_of(StepInFlight, "seal")
-    def noting(seal: Callable[..., StepInFlight], **given: Any) -> StepInFlight:
-        step = seal(**given)
+    @instead_of(LaunchedStep, "seal")
+    def noting(seal: Callable[..., SealedStep], self: LaunchedStep, **given: Any) -> SealedStep:
+        step = seal(self, **given)
         ends.append(step.end)
-        begins.append(step.begun.output.marks.get()[0])
+        begins.append(step.output.marks.get()[0])
         return step
 
     noting(monkeypatch)

@@ -20,8 +20,9 @@ from decode_service.forward.eagle_worker import EagleWorker
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
 from decode_service.schedule.request import Request
-from decode_service.schedule.results import AheadMatcher, ResultTaker, RowResults, StepInFlight
+from decode_service.schedule.results import AheadMatcher, ResultTaker
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.schedule.step import LaunchedStep, RowResults
 from decode_service.speculate.draft_tree import DraftTree
 from tests.engine.mutants.kinds import instead_of
 
@@ -100,7 +101,7 @@ def nobody_looks_ahead(*_: object) -> dict[Request, AheadMatcher]:
 
 @instead_of(ResultTaker, "look_ahead")
 def matchers_ahead_stay_ahead(
-    look_ahead: LookAhead, self: ResultTaker, step: StepInFlight
+    look_ahead: LookAhead, self: ResultTaker, step: LaunchedStep
 ) -> dict[Request, AheadMatcher]:
     """Let the matchers themselves look ahead, not copies."""
     ahead = look_ahead(self, step)
@@ -111,7 +112,7 @@ def matchers_ahead_stay_ahead(
 
 @instead_of(ResultTaker, "look_ahead")
 def tokens_accepted_ahead_are_accepted_again(
-    look_ahead: LookAhead, self: ResultTaker, step: StepInFlight
+    look_ahead: LookAhead, self: ResultTaker, step: LaunchedStep
 ) -> dict[Request, AheadMatcher]:
     return {req: replace(each, num_tokens=0) for req, each in look_ahead(self, step).items()}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.prompts.chunk_batch import ChunkBatch
 from decode_service.forward.worker import PlainWorker, WorkerOutput
-from decode_service.schedule.results import StepInFlight
+from decode_service.schedule.step import LaunchedStep, SealedStep
 from prefill_service.schedule import scheduler as prefill_scheduler
 from tests.engine.mutants.kinds import Mutant, instead_of
 
@@ -27,10 +27,10 @@ def tokens_dropped_at_launch(forward: Callable[..., WorkerOutput], *args: Any, *
 def dropped_at_launch(column: str) -> Mutant:
     """Returns a mutant that drops the tensor `column` of a decode step's batch as soon as the step is launched."""
 
-    @instead_of(StepInFlight, "seal")
-    def drops(seal: Callable[..., StepInFlight], **given: Any) -> StepInFlight:
-        step = seal(**given)
-        return replace(step, begun=replace(step.begun, batch=replace(step.begun.batch, **{column: None})))
+    @instead_of(LaunchedStep, "seal")
+    def drops(seal: Callable[..., SealedStep], self: LaunchedStep, **given: Any) -> SealedStep:
+        step = seal(self, **given)
+        return replace(step, batch=replace(step.batch, **{column: None}))
 
     return drops
 
@@ -39,11 +39,11 @@ def rows_dropped_at_launch(patch: pytest.MonkeyPatch) -> None:
     dropped_at_launch("req_pool_indices")(patch)
 
 
-@instead_of(prefill_scheduler, "StepInFlight")
+@instead_of(prefill_scheduler, "ChunksInFlight")
 def chunks_dropped_at_launch(
-    step_in_flight: Callable[..., prefill_scheduler.StepInFlight], batch: ChunkBatch, *rest: Any
-) -> prefill_scheduler.StepInFlight:
+    chunks_in_flight: Callable[..., prefill_scheduler.ChunksInFlight], batch: ChunkBatch, *rest: Any
+) -> prefill_scheduler.ChunksInFlight:
     """Drops all tensors of a prefill forward as soon as it is launched."""
     tensors = [field.name for field in fields(batch) if isinstance(getattr(batch, field.name), Tensor)]
     dropped: dict[str, Any] = dict.fromkeys([*tensors, "forward_input", "next_tokens"])
-    return step_in_flight(replace(batch, **dropped), *rest)
+    return chunks_in_flight(replace(batch, **dropped), *rest)

@@ -49,14 +49,14 @@ def first_tokens_taken_early(patch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(self.end, name)
 
-    given, use_until = scheduler.StepInFlight, RowLease.use_until
+    given, use_until = scheduler.ChunksInFlight, RowLease.use_until
     kept = []  # as long as their forwards may run
 
     def mutant(batch: ChunkBatch, computed: Cell[Computed], end: Event, launched_s: float) -> object:
         kept.append(given(batch, computed, cast(Event, Ended(end)), launched_s))
         return kept[-1]
 
-    patch.setattr(scheduler, "StepInFlight", mutant)
+    patch.setattr(scheduler, "ChunksInFlight", mutant)
     patch.setattr(
         RowLease, "use_until", lambda self, event, stream: use_until(self, getattr(event, "end", event), stream)
     )

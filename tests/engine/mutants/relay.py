@@ -23,8 +23,8 @@ from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.forward.speculative_worker import SpeculativeWorker
 from decode_service.forward.worker import OnPublish, PlainWorker, Worker, WorkerOutput
-from decode_service.schedule.results import RowResults, StepInFlight
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.schedule.step import EndedStep, RowResults
 from tests.engine.mutants.kinds import arguments_given, instead_of
 
 
@@ -135,8 +135,8 @@ def consumed_rows_not_poisoned(init: Callable[..., None], self: FutureMap, **arg
     init(self, **{**arguments, "poisons_consumed_rows": False})
 
 
-@instead_of(StepInFlight, "results")
-def row_flag_dropped(results: Callable[..., RowResults], self: StepInFlight) -> RowResults:
+@instead_of(EndedStep, "results")
+def row_flag_dropped(results: Callable[..., RowResults], self: EndedStep) -> RowResults:
     found = results(self)
     return dataclasses.replace(found, are_invalid=np.zeros_like(found.are_invalid))
 

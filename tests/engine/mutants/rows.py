@@ -15,9 +15,9 @@ from common.wire.handoff import Frame, PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule.landing import LandingRow, LandingZone
 from decode_service.schedule.request import LostRow, Request
-from decode_service.schedule.results import StepInFlight
 from decode_service.schedule.running_rows import Rows
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from decode_service.schedule.step import LaunchedStep, SealedStep
 from tests.engine.mutants.kinds import instead_of, newest, use_not_noted
 
 Release = Callable[[KvPool, RowLease], None]
@@ -110,13 +110,12 @@ def aborted_row_leaks(release: Release, self: KvPool, lease: RowLease) -> None:
         release(self, lease)
 
 
-@instead_of(StepInFlight, "seal")
-def tensors_dropped_before_the_end(seal: Callable[..., StepInFlight], **given: Any) -> StepInFlight:
-    step = seal(**given)
+@instead_of(LaunchedStep, "seal")
+def tensors_dropped_before_the_end(seal: Callable[..., SealedStep], self: LaunchedStep, **given: Any) -> SealedStep:
+    step = seal(self, **given)
     gone = dict.fromkeys(("req_pool_indices", "seq_lens", "positions", "out_cache_loc"))
-    batch_left = dataclasses.replace(step.begun.batch, **gone)  # type: ignore[arg-type]
-    output_left = dataclasses.replace(step.begun.output, kept=())
-    return dataclasses.replace(step, begun=dataclasses.replace(step.begun, batch=batch_left, output=output_left))
+    batch_left = dataclasses.replace(step.batch, **gone)  # type: ignore[arg-type]
+    return dataclasses.replace(step, batch=batch_left, output=dataclasses.replace(step.output, kept=()))
 
 
 def tensors_kept_for_ever(patch: pytest.MonkeyPatch) -> None:

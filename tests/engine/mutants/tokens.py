@@ -12,13 +12,13 @@ from torch import Tensor
 from common.device.stream import Scope, Work
 from common.sampling import operators as sampling
 from common.sampling.state import RowSeed, SamplingState
-from decode_service.schedule.results import RowResults, StepInFlight
+from decode_service.schedule.step import EndedStep, RowResults
 from tests.engine.mutants.kinds import instead_of
 from tests.support.scripted_device import ScriptedStream
 
 
-@instead_of(StepInFlight, "results")
-def results_in_another_order(results: Callable[..., RowResults], self: StepInFlight) -> RowResults:
+@instead_of(EndedStep, "results")
+def results_in_another_order(results: Callable[..., RowResults], self: EndedStep) -> RowResults:
     found = results(self)
     return RowResults(found.token_ids[::-1], found.accept_lens[::-1], found.are_invalid[::-1])
 
