@@ -51,8 +51,7 @@ from decode_service.edge.request_checks import ModelLimits, tenant_key
 from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 from decode_service.forward.recording import num_step_tokens, recorded_bytes
 from decode_service.handoff.grpc_transport import GrpcTransport
-from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.handoff.transport import Post, TransportReport
+from decode_service.handoff.transport import HandoffTimeouts, Post, TransportReport
 from decode_service.messages import Command
 from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine, Deliver

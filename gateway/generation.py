@@ -22,12 +22,11 @@ from baton.requests import SamplingOptions
 from gateway.apis.api import Admitted, Answer, Api
 from gateway.choices import Choices
 from gateway.errors import ApiError, api_error_of, internal, invalid
-from gateway.kept_logprobs import KeptLogprobs
+from gateway.limits import KeptLogprobs, check_prompts
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.plan import Plan
 from gateway.post_endpoint import PostEndpoint, PostParts
-from gateway.prompt_bounds import check_prompts
 from gateway.receiving import unless_left
 from gateway.request_record import RequestRecord
 from gateway.sending import EventStreamWriter, JsonResponse

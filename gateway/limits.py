@@ -2,9 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.events import Delta, Event
 from common.config.gateway_settings import GatewaySettings
+from gateway.errors import context_exceeded, invalid
+from gateway.plan import ChatPrompt, Plan, TokenIdsPrompt
+from gateway.served_model import ModelCard
+
+MAX_LOGPROBS = 1 << 18
+"""The most log-probabilities that an answer keeps. Writing them as JSON takes about 20 MB and 0.3 s."""
+LOGPROB_BYTES = 512  # measured: 170 to 600 while the answer grows and is sent, as objects of all APIs and as JSON
+
+
+class KeptLogprobs:
+    """Counts the log-probabilities of one answer. `hold` takes memory for them, as `OpenRequests.keeping` yields it."""
+
+    def __init__(self, plan: Plan, hold: Callable[[int], None]) -> None:
+        self._plan = plan
+        self._hold = hold
+        self._num = 0
+
+    def add_prompts(self, num_tokens: int) -> None:
+        """Counts those of the prompts, which have `num_tokens` tokens together, before any of them has come.
+
+        Raises ApiError: 400 if they are too many, 429 if there is no memory for them.
+        """
+        plan = self._plan
+        asked = {"logprobs": plan.num_echoed_logprobs, "prompt_logprobs": plan.num_prompt_logprobs}
+        of_token = {param: num_top + 1 for param, num_top in asked.items() if num_top is not None}
+        num_times = 1 if isinstance(plan.prompts[0], ChatPrompt) else plan.n  # the answer to a chat has them once
+        if of_token:
+            most = max(of_token, key=lambda param: of_token[param])
+            self._add(num_tokens * num_times * sum(of_token.values()), param=most)
+
+    def add(self, event: Event) -> None:
+        """Counts those of an event's tokens of the output. Raises ApiError as `add_prompts`."""
+        if isinstance(event, Delta) and event.logprobs:
+            param = "best_of" if self._plan.hides_logprobs else self._plan.params.get("sampling.logprobs", "logprobs")
+            self._add(sum(1 + len(position.top) for position in event.logprobs), param=param)
+
+    def _add(self, num: int, *, param: str) -> None:
+        self._num += num
+        if self._num > MAX_LOGPROBS:
+            raise invalid(param, f"the answer has more than {MAX_LOGPROBS} log-probabilities: ask for fewer, or stream")
+        self._hold(num * LOGPROB_BYTES)
+
+
+MAX_SENT_BYTES = 32 << 20
+"""The most bytes in the prompts of all choices together. With 32 choices a prompt may have a megabyte, some 250,000
+tokens.
+"""
+
+
+def check_prompts(plan: Plan, card: ModelCard) -> None:
+    """Raises ApiError if the prompts are too large in bytes, or if token ids exceed the model's context.
+
+    The token count of a text is not checked, because only the decode service knows it.
+    """
+    for prompt in plan.prompts:
+        is_cut = plan.truncate_prompt_tokens is not None
+        if isinstance(prompt, TokenIdsPrompt) and not is_cut and len(prompt.token_ids) >= card.max_context_tokens:
+            raise context_exceeded(
+                "prompt",
+                prompt="prompt",
+                max_context_tokens=card.max_context_tokens,
+                num_prompt_tokens=len(prompt.token_ids),
+            )
+    num_bytes = sum(prompt.num_bytes for prompt in plan.prompts)
+    if num_bytes * plan.best_of > MAX_SENT_BYTES:
+        param = "best_of" if plan.best_of > plan.n else "n"
+        raise invalid(param, f"{num_bytes} bytes of prompts, {plan.best_of} times, are more than {MAX_SENT_BYTES}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

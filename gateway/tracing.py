@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, use_span
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.telemetry.trace_context import context_of
+from common.telemetry.tracing import context_of
 from gateway.request_record import NO_ROUTE, RequestRecord
 
 _METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})

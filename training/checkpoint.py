@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
-from training.schedule import Schedule
+from training.config import Schedule
 
 LAST, STABLE = "last.pt", "stable.pt"
 

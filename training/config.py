@@ -7,7 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError
-from training.schedule import Schedule
+
+_FLOOR = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The phases of the learning rate, measured in answer tokens."""
+
+    warmup_tokens: int
+    decay_start: int
+    max_tokens: int
+
+    def factor(self, num_tokens: int) -> float:
+        """Returns the factor for the learning rates of a training step after which `num_tokens` answer tokens have been
+        seen.
+        """
+        if num_tokens < self.warmup_tokens:
+            return num_tokens / self.warmup_tokens
+        if num_tokens <= self.decay_start or self.decay_start == self.max_tokens:
+            return 1.0
+        left = max(0.0, (self.max_tokens - num_tokens) / (self.max_tokens - self.decay_start))
+        return _FLOOR + (1 - _FLOOR) * left
+
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float32")

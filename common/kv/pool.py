@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.device.across import across_devices
 from common.device.stream import Event, Stream
+from common.device.upload import across_devices
 from common.errors import StartupError
 from common.host.memory import require_room
 from common.host.untouched_memory import populate, untouched_zeros

@@ -1,9 +1,23 @@
-"""Hands out the token slots of the KV pool and takes them back."""
+"""Hands out the token slots of the KV pool and takes them back. Slots handed out together mostly form one range."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+
+
+def run_of(slots: Sequence[int] | NDArray[np.int64]) -> slice | None:
+    """Returns the slots as a slice if they are adjacent and in order, else None. There must be at least one.
+
+    Copying with a slice is about twice as fast as with an array of indices.
+    """
+    numbers = np.asarray(slots)
+    start = int(numbers[0])
+    stop = start + len(numbers)
+    return slice(start, stop) if (numbers == np.arange(start, stop)).all() else None
+
 
 PADDING_SLOT = 0
 

@@ -25,7 +25,7 @@ from common.model.forward_program import ForwardProgram, NewProgram, OnLayerKv
 from common.model.model_files import ModelFiles
 from common.model.part import Part
 from common.sampling.operators import Largest
-from common.telemetry.forward_counts import ForwardCounts
+from common.telemetry.step_stats import ForwardCounts
 
 _FINAL = -1  # key of the final norm's output among the captured states
 _ROUTES = re.compile(r"expert|router|moe")

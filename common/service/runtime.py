@@ -51,7 +51,7 @@ from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ran
 from common.ranks.own_kv import TABLE_ENTRY_BYTES
 from common.sampling.state import DrawKernels
 from common.service.work_beside import Check, Work, WorkBeside, new_fusing, populating
-from common.telemetry.forward_counts import ForwardCounts
+from common.telemetry.step_stats import ForwardCounts
 from common.telemetry.timeline import Timeline
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint

@@ -9,10 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from common.load import EngineLoad, PoolCounts
-from common.telemetry.buckets import BATCH_SIZE, NUM_TOKENS, TOKEN_S
-from common.telemetry.forward_counts import ForwardCounts
-from common.telemetry.histogram import OneWriterHistogram
-from common.telemetry.step_stats import StepStats
+from common.telemetry.histogram import BATCH_SIZE, NUM_TOKENS, TOKEN_S, OneWriterHistogram
+from common.telemetry.step_stats import ForwardCounts, StepStats
 
 POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined", "cached")
 

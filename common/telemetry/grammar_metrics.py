@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from common.telemetry.buckets import BATCH_SIZE, PHASE_S, TOKEN_S
-from common.telemetry.histogram import OneWriterHistogram
+from common.telemetry.histogram import BATCH_SIZE, PHASE_S, TOKEN_S, OneWriterHistogram
 from common.telemetry.step_stats import StepStats
 
 

@@ -8,8 +8,7 @@ from enum import Enum
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from common.errors import request_reasons
-from common.telemetry.buckets import PHASE_S, TOKEN_S
-from common.telemetry.histogram import OneWriterHistogram
+from common.telemetry.histogram import PHASE_S, TOKEN_S, OneWriterHistogram
 
 PHASES = ("queue", "prefill", "transfer", "first_decode")
 

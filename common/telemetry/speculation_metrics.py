@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.telemetry.buckets import TOKEN_S
-from common.telemetry.histogram import OneWriterHistogram
+from common.telemetry.histogram import TOKEN_S, OneWriterHistogram
 from common.telemetry.step_stats import StepStats
 
 ACCEPT_LENGTH = range(1, 17)

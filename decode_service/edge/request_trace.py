@@ -18,8 +18,7 @@ from typing import Self
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from common.errors import BatonError
-from common.telemetry.trace_context import UnixClock, context_of, headers_of, trace_id_of
-from common.telemetry.tracing import NO_TRACER
+from common.telemetry.tracing import NO_TRACER, UnixClock, context_of, headers_of, trace_id_of
 from decode_service.messages import Phase, PhaseBegan
 
 AttributeValue = str | int | float | bool | tuple[str, ...] | tuple[int, ...]

@@ -23,7 +23,7 @@ from common.rpc.messages import MessageT, ProtocolError, parse, require_few_fiel
 from common.wire.codec_fingerprint import decode_fingerprint
 from common.wire.fingerprint import Fingerprint, first_difference
 from decode_service.handoff.nixl_pool import NixlPool
-from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import HandoffTimeouts
 from decode_service.messages import Replica
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name

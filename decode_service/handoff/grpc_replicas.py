@@ -11,11 +11,57 @@ import structlog
 
 from common.addresses import Name, is_name, numeric_form, parse_name
 from common.errors import BatonError, PrefillUnavailable
-from common.rpc.name_lookup import LookUp
+from common.rpc.name_lookup import LookedUpName, LookUp
 from decode_service.handoff.grpc_replica import GrpcReplica
-from decode_service.handoff.replica_discovery import NameWatch
-from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import HandoffTimeouts
 from decode_service.messages import Replica, ReplicasChanged
+
+
+class NameWatch:
+    """Keeps the addresses behind one name up to date. For the event loop only.
+
+    `found` are the addresses of the last successful look-up. `error` says why the last look-up failed, and is empty if
+    it succeeded. `on_look_up` is called after each look-up.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: Name,
+        look_up: LookUp,
+        interval_s: float,
+        timeout_s: float,
+        on_look_up: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self._looked_up = LookedUpName(name=name, look_up=look_up, timeout_s=timeout_s)
+        self._interval_s = interval_s
+        self._on_look_up = on_look_up
+        self._is_failing = False
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        return self._looked_up.found
+
+    @property
+    def error(self) -> str:
+        return self._looked_up.error
+
+    async def watch(self) -> None:
+        """Looks the name up repeatedly until the task is cancelled."""
+        while True:
+            await self._looked_up.refresh()
+            self._log_changes()
+            self._on_look_up()
+            await asyncio.sleep(self._interval_s)
+
+    def _log_changes(self) -> None:
+        if self.error and not self._is_failing:
+            _log.warning("looking up %s failed, what was found stays: %s", self.name, self.error)
+        elif self._is_failing and not self.error:
+            _log.info("looking up %s succeeds again", self.name)
+        self._is_failing = bool(self.error)
+
 
 Connect = Callable[[str, str | None], GrpcReplica]
 """Connects to the replica at an address. The second argument is the host that its certificate must

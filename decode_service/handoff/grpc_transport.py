@@ -19,8 +19,7 @@ from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.grpc_replicas import GrpcReplicas
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
-from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.handoff.transport import Post
+from decode_service.handoff.transport import HandoffTimeouts, Post
 from decode_service.messages import (
     BreakCall,
     CallEnded,

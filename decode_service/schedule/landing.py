@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from common.cpu_engine import cpu_engine
-from common.device.across import across_devices
 from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
+from common.device.upload import across_devices
 from common.draft.seed import TOPK_INDEX, TOPK_P
 from common.errors import (
     BatonError,
@@ -30,8 +30,7 @@ from common.errors import (
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool, RowLease
 from common.kv.shared_kv import RemoteKv, SharedKv
-from common.kv.slot_allocator import Slots
-from common.kv.slot_run import run_of
+from common.kv.slot_allocator import Slots, run_of
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import Accepted, Frame, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs, segment_flow

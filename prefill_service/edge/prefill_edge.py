@@ -1,15 +1,43 @@
-"""The prefill service's edge as `ServiceLife` starts and stops it: opening, readiness, draining and closing."""
+"""The prefill service's edge as `ServiceLife` starts and stops it, and its methods on a gRPC server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 
+import grpc
+
+from baton.v1 import prefill_pb2
 from common.errors import BatonError
 from common.service.engine_thread import EnginePort
+from common.service.server import ServiceServer
 from prefill_service.edge.servicer import PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command, Drain
+
+PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+
+
+def add_prefill_servicer(servicer: PrefillServicer, server: ServiceServer) -> None:
+    """Registers the methods. Handoff exchanges raw bytes, so that Baton itself handles messages that do not parse."""
+    handlers = grpc.method_handlers_generic_handler(
+        PREFILL_SERVICE,
+        {
+            "Handoff": grpc.stream_stream_rpc_method_handler(servicer.handoff),
+            "GetFingerprint": grpc.unary_unary_rpc_method_handler(
+                servicer.get_fingerprint,
+                request_deserializer=prefill_pb2.GetFingerprintRequest.FromString,
+                response_serializer=prefill_pb2.GetFingerprintResponse.SerializeToString,
+            ),
+            "GetLoad": grpc.unary_unary_rpc_method_handler(
+                servicer.get_load,
+                request_deserializer=prefill_pb2.GetPrefillLoadRequest.FromString,
+                response_serializer=prefill_pb2.GetPrefillLoadResponse.SerializeToString,
+            ),
+        },
+    )
+    server.grpc_server.add_generic_rpc_handlers((handlers,))
+
 
 _DRAIN_POLL_S = 0.05
 

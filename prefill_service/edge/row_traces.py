@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from common.telemetry.trace_context import UnixClock, context_of, span_context_of
+from common.telemetry.tracing import UnixClock, context_of, span_context_of
 from common.wire.handoff import Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from prefill_service.messages import ChunkComputed, RowStarted, TracedEvent
 

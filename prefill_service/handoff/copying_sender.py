@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, from_numpy
 
-from common.device.across import across_devices
 from common.device.cell import Cell
 from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
+from common.device.upload import across_devices
 from common.kv.pool import KvPool
-from common.kv.slot_run import run_of
+from common.kv.slot_allocator import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, NewFramedKv, segment_flow
 from prefill_service.handoff.piece import Piece, PieceSender, SentPiece

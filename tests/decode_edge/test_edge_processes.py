@@ -40,9 +40,8 @@ from decode_service.edge.matchers import MatchersHere
 from decode_service.edge.processes import edges as edges_module
 from decode_service.edge.processes.edge_metrics import EdgeMetrics
 from decode_service.edge.processes.edges import EdgeProcesses
-from decode_service.edge.processes.link import Link
+from decode_service.edge.processes.link import Link, Silence
 from decode_service.edge.processes.messages import Events
-from decode_service.edge.processes.silence import Silence
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.messages import Abort, Finished, FinishReason, Replica, ReplicasChanged, Submit, Tokens

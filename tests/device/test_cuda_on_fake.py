@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from common.device import cuda as cuda_module
-from common.device.across import across_devices
 from common.device.cuda import CudaEvent
 from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed
 from common.device.factory import open_device
 from common.device.piece import failure_of
 from common.device.stream import Scope, naming_a_lost_device, raise_if_device_failed, wait_in_order
-from common.device.upload import upload
+from common.device.upload import across_devices, upload
 from common.errors import ConfigError, StartupError
 from common.load import EngineLoad, PoolCounts
 from common.service.engine_thread import EngineInbox, EngineThread

@@ -18,7 +18,7 @@ from baton.events import Finished
 from baton.v1 import inference_pb2, prefill_pb2
 from common.rpc.grpc_options import channel_options
 from common.wire.framing import unseal
-from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import HandoffTimeouts
 from tests.fuzz.engine_target import fingerprint_of
 from tests.fuzz.pure_targets import MAX_STATUS_BYTES, checksummed
 from tests.fuzz.services import (

@@ -37,10 +37,10 @@ from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.edge.text.prompts import Prompts
 from decode_service.handoff.grpc_transport import GrpcTransport
-from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import HandoffTimeouts
 from prefill_service import messages as prefill
 from prefill_service.edge import row_checks
-from prefill_service.edge.server import PREFILL_SERVICE, add_prefill_servicer
+from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.fuzz.engine_target import fingerprint_of
 from tests.support.engines import new_decode_engine, new_prefill_engine

@@ -16,7 +16,7 @@ from gateway.apis.completions import parse_completion
 from gateway.apis.responses import parse_response
 from gateway.errors import ApiError
 from gateway.generation import FREE_REPEATED_BYTES
-from gateway.kept_logprobs import LOGPROB_BYTES, MAX_LOGPROBS, KeptLogprobs
+from gateway.limits import LOGPROB_BYTES, MAX_LOGPROBS, KeptLogprobs
 from gateway.open_requests import MAX_KEPT_BYTES
 from gateway.plan import Plan
 from tests.client.scripted_inference import ScriptedServer, delta, finished, prompt_tokens, started

@@ -17,8 +17,7 @@ from common.service.server import ServiceServer
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import KvSegment
 from decode_service.handoff.grpc_transport import GrpcTransport
-from decode_service.handoff.timeouts import HandoffTimeouts
-from decode_service.handoff.transport import HandoffTransport, TransportReport
+from decode_service.handoff.transport import HandoffTimeouts, HandoffTransport, TransportReport
 from decode_service.messages import FrameArrived, SegmentsLanded
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.nixl_lender import NixlLender

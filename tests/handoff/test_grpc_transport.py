@@ -17,7 +17,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, RowFailed
 from decode_service.handoff.grpc_transport import GrpcTransport
-from decode_service.handoff.timeouts import HandoffTimeouts
+from decode_service.handoff.transport import HandoffTimeouts
 from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged, StartHandoff
 from tests.handoff.homes import FAST
 from tests.handoff.raw_replica import RawReplica

@@ -29,9 +29,9 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed, unsent_bytes
-from decode_service.handoff.status_errors import error_info
+from decode_service.handoff.grpc_call import error_info
+from prefill_service.edge.prefill_edge import PREFILL_SERVICE
 from prefill_service.edge.row_checks import ModelLimits
-from prefill_service.edge.server import PREFILL_SERVICE
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import BytesSent, CancelCallRows, Command, FailRow, GiveMatcher, OpenCall
 from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, logprobs, prebuilt, row, segment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.kv.slot_run import run_of
+from common.kv.slot_allocator import run_of
 
 
 @pytest.mark.parametrize(

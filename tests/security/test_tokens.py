@@ -24,7 +24,7 @@ from common.addresses import is_loopback
 from common.errors import ConfigError
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.service.server import ServiceServer
-from decode_service.handoff.status_errors import error_info
+from decode_service.handoff.grpc_call import error_info
 from decode_service.messages import Replica
 from tests.decode_edge.edge_under_test import running_edge
 from tests.security.transports import looking_at

@@ -41,7 +41,7 @@ from common.service.runtime import Runtime, open_runtime
 from common.telemetry.role_metrics import RoleMetrics
 from decode_service import main as decode_main
 from decode_service.edge.processes import edges as edges_module
-from decode_service.handoff.status_errors import error_of_status
+from decode_service.handoff.grpc_call import error_of_status
 from prefill_service import main as prefill_main
 from tests.support.free_ports import free_address
 from tests.support.services_here import BOUND_S, pair_here, until

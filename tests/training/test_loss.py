@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from training.loss import soft_cross_entropy
+from training.objective import soft_cross_entropy
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ConfigError
-from training.config import TrainConfig
-from training.schedule import Schedule
+from training.config import Schedule, TrainConfig
 
 
 def test_the_rate_rises_stays_and_falls_to_two_per_cent() -> None:

@@ -35,7 +35,7 @@ from decode_service.edge.assembly import EdgePlan
 from decode_service.edge.live_requests import OpenRequests
 from decode_service.edge.matchers import Matchers
 from decode_service.edge.processes.edge_metrics import EdgeMetrics
-from decode_service.edge.processes.link import Link
+from decode_service.edge.processes.link import SAYS_EVERY_S, Link, Silence, longest_silence_s
 from decode_service.edge.processes.messages import (
     Answer,
     Ask,
@@ -59,7 +59,6 @@ from decode_service.edge.processes.messages import (
     Told,
     packed,
 )
-from decode_service.edge.processes.silence import SAYS_EVERY_S, Silence, longest_silence_s
 from decode_service.edge.replicas import ReplicaStates
 from decode_service.edge.unread_events import UnreadEvents
 from decode_service.messages import (

@@ -41,7 +41,7 @@ from common.telemetry.tracing import process_tracer
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.assembly import EdgePlan, OpenedEdge, opened_edge
 from decode_service.edge.matchers import Matchers
-from decode_service.edge.processes.link import Link
+from decode_service.edge.processes.link import SAYS_EVERY_S, Link, Silence, longest_silence_s
 from decode_service.edge.processes.messages import (
     Answer,
     Ask,
@@ -65,7 +65,6 @@ from decode_service.edge.processes.messages import (
     Told,
     unpacked,
 )
-from decode_service.edge.processes.silence import SAYS_EVERY_S, Silence, longest_silence_s
 from decode_service.edge.replicas import ReplicaState, ReplicaStates
 from decode_service.messages import Command
 
