@@ -41,6 +41,7 @@ MAX_BREAKS = 40
 
 _QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
+_NO_PREFILL = "NO_PREFILL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class Generation:
     """Decides after each failed call of a generation whether another call continues it.
 
     `timeout_s` covers all calls together. After a break, new calls are made until `resume_timeout_s` has passed without
-    an event; None means that no call follows. Before the first event, `admission_timeout_s` applies instead, unless it
+    an event; None means that no call follows. A server that accepts the request again counts as an event, unless it
+    finds no prefill service for it. Before the first event, `admission_timeout_s` applies instead, unless it
     is None.
 
     A new call follows UNAVAILABLE, and CANCELLED without an ErrorInfo reason. After one break, a new call also follows
@@ -97,6 +99,7 @@ class Generation:
         self._num_prompt_tokens = 0  # of the prompt, that have come with their log-probabilities
         self._broken_since_s: float | None = None
         self._waiting_since_s: float | None = None  # for a server, or for its answer to a call
+        self._was_admitted_again = False  # by the current call's server
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
 
     @property
@@ -161,8 +164,7 @@ class Generation:
         if isinstance(event, Started):
             if self._started is not None:
                 _check_same(self._started, event)
-                # A server accepted the request again; breaks are counted until there is output.
-                self._broken_since_s = None
+                self._was_admitted_again = True
                 return None
             self._started = event
             self._numbers = message.started.sampling
@@ -199,6 +201,9 @@ class Generation:
         if limit_s is None or (told_s is None and not self._may_pass(error)):
             raise error
         now_s = self._clock()
+        if self._was_admitted_again and error.reason != _NO_PREFILL:
+            self._broken_since_s = None  # the request may have waited there for long
+        self._was_admitted_again = False
         if self._broken_since_s is None:
             self._broken_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
         pause_s = self._pause_s() if told_s is None else told_s

@@ -367,6 +367,23 @@ def test_what_was_not_admitted_is_sent_again_without_a_copy() -> None:
     assert (again.sampling.seed, again.generated_token_ids, request.sampling.HasField("seed")) == (7, [1, 2], False)
 
 
+def test_servers_that_have_no_prefill_service_are_asked_for_no_longer_than_others() -> None:
+    now_s = 0.0
+    generation = Generation(
+        inference_pb2.GenerateRequest(), timeout_s=None, resume_timeout_s=60.0, clock=lambda: now_s, jitter=lambda: 1.0
+    )
+    generation.next_call()
+    generation.accept(started())
+    for _ in range(6):
+        now_s += 11.0
+        generation.pause_s_after(errors.Unavailable("none is ready", reason="NO_PREFILL"))
+        generation.next_call()
+        generation.accept(started())
+    now_s += 11.0
+    with pytest.raises(errors.Unavailable):
+        generation.pause_s_after(errors.Unavailable("none is ready", reason="NO_PREFILL"))
+
+
 def test_pauses_grow_to_a_bound_and_begin_anew_with_each_event() -> None:
     now_s = 0.0
     generation = Generation(
