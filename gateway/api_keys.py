@@ -37,7 +37,9 @@ class ApiKeys:
         _, key = shown[0]
         matches = [hmac.compare_digest(key, known) for known in self._keys]
         is_clear = len(dict(shown)) == len(shown) and all(other == key for _, other in shown)
-        if not is_clear or not any(matches):
+        if not is_clear:
+            raise _unknown("authorization: more than one API key was shown", code="invalid_api_key")
+        if not any(matches):
             raise _unknown("authorization: the API key is not known here", code="invalid_api_key")
         return f"key {matches.index(True)}" if len(self._keys) > 1 else ""
 

@@ -115,7 +115,7 @@ def context_exceeded(
         what = message
         messages_text = f"prompt is too long: {message}" if param == prompt else ""
     elif max_tokens is None:
-        what = f"your {prompt} resulted in {num_prompt_tokens} tokens"
+        what = f"your {prompt} resulted in {num_prompt_tokens} tokens, which leave no room for output"
         messages_text = f"prompt is too long: {num_prompt_tokens} tokens > {max_context_tokens} maximum"
     else:
         total = num_prompt_tokens + max_tokens

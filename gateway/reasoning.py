@@ -6,10 +6,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from gateway.errors import invalid
-from gateway.grammar_fields import StrictFields
+from gateway.grammar_fields import StrictFields, without_null
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NumTokens = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -27,55 +27,96 @@ class Thinking(StrictFields):
     budget_tokens: NumTokens | None = None
     display: Literal["summarized", "omitted"] | None = None
 
-    @property
-    def max_tokens(self) -> int | None:
-        """The limit on reasoning tokens, None if there is none."""
-        return 0 if self.type == "disabled" else self.budget_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class ReasoningWish:
     """What one field of a request says about reasoning.
 
-    `variables` are for the chat template. `max_tokens` limits the reasoning; None does not. `asks` says whether the
-    field asks for reasoning.
+    `variables` are for the chat template. `max_tokens` limits the reasoning; None does not. `switch` says whether the
+    field asks for reasoning or forbids it; None does neither.
     """
 
     field: str
     variables: Mapping[str, Any]
     max_tokens: int | None = None
-    asks: bool = False
+    switch: bool | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the field says anything."""
+        return bool(self.variables) or self.max_tokens is not None or self.switch is not None
+
+    def differs_from(self, other: ReasoningWish) -> bool:
+        """Whether no model can do what both fields say."""
+        both = self.variables.keys() & other.variables.keys()
+        return (
+            len({self.max_tokens, other.max_tokens} - {None}) > 1
+            or len({self.switch, other.switch} - {None}) > 1
+            or any(self.variables[name] != other.variables[name] for name in both)
+        )
 
     def is_heeded(self, variables: Set[str], *, reasons: bool) -> bool:
         """Whether a model does what the field says, if its chat template reads `variables`, and if it reasons."""
-        if not variables.isdisjoint(self.variables):
+        if self.max_tokens == 0 or not variables.isdisjoint(self.variables):
             return True
-        is_limit_of_0 = self.max_tokens == 0 and not self.asks
-        return is_limit_of_0 or (reasons and (self.asks or self.max_tokens is not None))
+        return reasons and (bool(self.switch) or self.max_tokens is not None)
 
 
-def wish(
-    field: str,
-    *,
-    effort: Effort | None = None,
-    is_on: bool | None = None,
-    max_tokens: int | None = None,
-    asks: bool = False,
-) -> ReasoningWish:
-    """Returns the wish of a field that says an effort, switches reasoning, limits it, or says nothing."""
-    variables: dict[str, Any] = {} if effort in (None, "none") else {"reasoning_effort": effort}
-    if is_on is not None:
-        variables |= dict.fromkeys(_SWITCHES, is_on)
-    limit = 0 if effort == "none" else max_tokens
-    return ReasoningWish(field, variables, limit, asks=asks or bool(is_on) or bool(limit))
+def effort_wish(field: str, effort: Effort | None) -> ReasoningWish:
+    if effort == "none":
+        return ReasoningWish(field, {}, max_tokens=0, switch=False)
+    return ReasoningWish(field, {} if effort is None else {"reasoning_effort": effort})
 
 
-def wish_of_thinking(thinking: Thinking | None) -> ReasoningWish:
-    """Returns the wish of the field `thinking`."""
-    if thinking is None:
-        return wish("thinking")
-    is_on = None if thinking.type == "adaptive" else thinking.type == "enabled"
-    return wish("thinking", is_on=is_on, max_tokens=thinking.max_tokens, asks=thinking.type != "disabled")
+def switch_wish(field: str, is_on: bool | None, max_tokens: int | None = None) -> ReasoningWish:
+    return ReasoningWish(field, {} if is_on is None else dict.fromkeys(_SWITCHES, is_on), max_tokens, is_on)
+
+
+def limit_wish(field: str, max_tokens: int | None) -> ReasoningWish:
+    return ReasoningWish(field, {}, max_tokens)
+
+
+def thinking_wish(thinking: Thinking | None) -> ReasoningWish:
+    """Returns the wish of the field `thinking`, in Anthropic's form."""
+    match thinking:
+        case None:
+            return limit_wish("thinking", None)
+        case Thinking(type="adaptive"):  # as the chat template has it by itself
+            return ReasoningWish("thinking", {}, thinking.budget_tokens, switch=True)
+        case _:
+            is_on = thinking.type == "enabled"
+            return switch_wish("thinking", is_on, thinking.budget_tokens if is_on else 0)
+
+
+class ReasoningOptions(StrictFields):
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: NumTokens | None = None
+    exclude: bool = False
+
+
+class ReasoningFields(StrictFields):
+    """The fields of chats and of responses that say how to reason."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] = ReasoningOptions()
+    enable_thinking: bool | None = None
+    thinking_token_budget: NumTokens | None = None
+    thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
+
+    def wishes(self, *others: ReasoningWish) -> tuple[ReasoningWish, ...]:
+        """Returns what these fields, and `others`, say about reasoning. Raises ApiError if two differ."""
+        options = self.reasoning
+        return wishes_of(
+            self.chat_template_kwargs,
+            *others,
+            effort_wish("reasoning.effort", options.effort),
+            switch_wish("enable_thinking", self.enable_thinking),
+            switch_wish("reasoning.enabled", options.enabled, 0 if options.enabled is False else None),
+            limit_wish("thinking_token_budget", self.thinking_token_budget),
+            limit_wish("reasoning.max_tokens", options.max_tokens),
+            thinking_wish(self.thinking),
+        )
 
 
 def wishes_of(kwargs: Mapping[str, Any] | None, *wishes: ReasoningWish) -> tuple[ReasoningWish, ...]:
@@ -84,14 +125,9 @@ def wishes_of(kwargs: Mapping[str, Any] | None, *wishes: ReasoningWish) -> tuple
     Raises ApiError if two fields differ.
     """
     given = kwargs or {}
-    kept: list[ReasoningWish] = []
-    for later in wishes:
-        for earlier in kept:
-            both = later.variables.keys() & earlier.variables.keys()
-            limits = {later.max_tokens, earlier.max_tokens} - {None}
-            if len(limits) > 1 or any(later.variables[name] != earlier.variables[name] for name in both):
-                raise invalid(later.field, f"differs from {earlier.field}")
-        kept.append(later)
-    fields = [replace(each, variables={k: v for k, v in each.variables.items() if k not in given}) for each in kept]
+    for later, earlier in ((wishes[i], wishes[j]) for i in range(len(wishes)) for j in range(i)):
+        if later.differs_from(earlier):
+            raise invalid(later.field, f"differs from {earlier.field}")
+    fields = [replace(each, variables={k: v for k, v in each.variables.items() if k not in given}) for each in wishes]
     templates = [ReasoningWish(f"chat_template_kwargs.{k}", {k: given[k]}) for k in TEMPLATE_VARIABLES if k in given]
-    return tuple(each for each in (*fields, *templates) if each.variables or each.max_tokens is not None or each.asks)
+    return tuple(each for each in (*fields, *templates) if each.is_any)

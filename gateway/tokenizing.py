@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Unpack
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Annotated, Any, TypeVar, Unpack
 
 from pydantic import Field
 from starlette.types import Receive, Send
 
 from baton import AsyncClient
-from baton.errors import BatonError
+from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from gateway.apis.chat import ChatMessages, TemplateFields, chat_prompt
 from gateway.apis.messages import ConversationFields, conversation_prompt
 from gateway.errors import api_error_of, invalid
@@ -20,6 +20,8 @@ from gateway.receiving import unless_left
 from gateway.request_record import RequestRecord
 from gateway.sending import JsonResponse
 from gateway.served_model import ModelCard
+
+AnswerT = TypeVar("AnswerT")
 
 
 class TokenizeFields(TemplateFields):
@@ -76,10 +78,10 @@ class Tokenizing:
         if fields.messages is not None:
             prompt = chat_prompt(fields.messages, fields).served_by(card, record.ignored)
             source = prompt.arguments
-        tokenized = await self._client.tokenize(
-            **source,
-            add_special_tokens=fields.add_special_tokens,
-            with_pieces=fields.return_token_strs,
+        tokenized = await _answer_of(
+            self._client.tokenize(
+                **source, add_special_tokens=fields.add_special_tokens, with_pieces=fields.return_token_strs
+            )
         )
         return {
             "count": len(tokenized.token_ids),
@@ -92,7 +94,7 @@ class Tokenizing:
         fields = parse_fields(body, DetokenizeFields)
         if fields.model is not None:
             card.check(fields.model)
-        return {"prompt": await self._client.detokenize(fields.tokens)}
+        return {"prompt": await _answer_of(self._client.detokenize(fields.tokens))}
 
     async def count_tokens(self, body: bytes, card: ModelCard, record: RequestRecord) -> dict[str, Any]:
         fields = parse_fields(body, ConversationFields)
@@ -100,7 +102,15 @@ class Tokenizing:
         prompt, params = conversation_prompt(fields)
         try:
             prompt = prompt.served_by(card, record.ignored)
-            tokenized = await self._client.tokenize(**prompt.arguments)
+            tokenized = await _answer_of(self._client.tokenize(**prompt.arguments))
         except BatonError as error:
             raise api_error_of(error, params) from None
         return {"input_tokens": len(tokenized.token_ids)}
+
+
+async def _answer_of(call: Awaitable[AnswerT]) -> AnswerT:
+    """Waits for the decode service's answer. Raises Unavailable if it takes too long: the request has no deadline."""
+    try:
+        return await call
+    except DeadlineExceeded as error:
+        raise Unavailable("the decode service has not answered in time") from error

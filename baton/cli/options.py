@@ -47,7 +47,7 @@ ServiceAddress = Annotated[
 ]
 ServiceAddresses = Annotated[
     list[str],
-    typer.Option("--address", "-a", help="HOST:PORT of a service, whichever kind it is; repeatable."),
+    typer.Option("--address", "-a", help="HOST:PORT of services of either kind, with commas; repeatable."),
 ]
 
 _TLS = "Connection"
@@ -157,10 +157,14 @@ DecodeArgs = Annotated[
 ]
 
 
-def require_different(addresses: list[str]) -> None:
-    """Raises BadParameter if an address is there twice."""
+def all_of(given: list[str]) -> list[str]:
+    """Returns the addresses that were given, of which each option may name several. Raises BadParameter if one is there
+    twice.
+    """
+    addresses = [address for each in given for address in each.split(",")]
     if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
         raise typer.BadParameter(f"{twice[0]} is named twice", param_hint="--address")
+    return addresses
 
 
 @contextmanager

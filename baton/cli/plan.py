@@ -15,7 +15,9 @@ from baton.planner import MIN_SAMPLES, Advice, Need, advise
 
 def plan(
     addresses: options.ServiceAddresses,
-    window_s: Annotated[float, typer.Option(min=1.0, max=3600.0, help="How long to watch the load.")] = 60.0,
+    window_s: Annotated[
+        float, typer.Option(min=1.0, max=3600.0, help="To watch; 8 times --interval-s at least.")
+    ] = 60.0,
     interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="Between two looks.")] = 0.5,
     use_tls: options.UseTls = False,
     ca_file: options.CaFile = None,
@@ -26,8 +28,11 @@ def plan(
     other_token_file: options.OtherTokenFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Watch the load of running services, and say how many of each kind it wants. Name all services, of both kinds."""
-    options.require_different(addresses)
+    """Watch the load of running services, and say how many of each kind it wants. Name all services, of both kinds.
+
+    Exit with 1 if none answers.
+    """
+    addresses = options.all_of(addresses)
     if window_s < MIN_SAMPLES * interval_s:
         raise typer.BadParameter(f"is less than {MIN_SAMPLES} times --interval-s", param_hint="--window-s")
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
@@ -44,6 +49,8 @@ def plan(
         print_json("plan", window_s=window_s, advice=advice)
     else:
         print(_text(advice))
+    if not (seen.prefill or seen.decode):
+        raise typer.Exit(1)
 
 
 def _text(advice: Advice) -> str:

@@ -32,7 +32,7 @@ def trace(
     as_json: options.Json = False,
 ) -> None:
     """Record for a while what services do, in a file that Perfetto's viewer opens."""
-    options.require_different(addresses)
+    addresses = options.all_of(addresses)
     tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json):

@@ -79,6 +79,7 @@ _NEARLY_MOST = 2**63 - 1024
 """llguidance reads numbers as doubles, and bounds of integers as 64 bits; of -_MOST it makes no range. The largest
 double below _MOST is _NEARLY_MOST.
 """
+_TOO_LARGE = "is at or beyond the ends of 64 bits"
 _KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
 _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
 """Matches a `$ref` that cannot lead into the value of a keyword in `_VALUES`."""
@@ -660,7 +661,8 @@ def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
     if isinstance(number, int) and abs(number) < _MOST and number == int(float(number)):
         return
     if isinstance(number, int) and not (is_bound and (abs(number) >= _MOST or number == _MOST - 1)):
-        raise _KeywordRefused(keyword, f"{number} has more digits than a double holds")
+        why = "has more digits than a double holds" if abs(number) < _MOST else _TOO_LARGE
+        raise _KeywordRefused(keyword, f"{number} {why}")
 
 
 def _make_writable(part: dict[str, Any]) -> None:
@@ -695,7 +697,7 @@ def _bound(keyword: str, bound: Any, *, is_integer: bool) -> Any:
         return -_NEARLY_MOST
     if is_integer and not is_low and bound > 0:
         return _MOST - 1
-    raise _KeywordRefused(keyword, f"{bound:g} is not within 64 bits")
+    raise _KeywordRefused(keyword, f"{bound} {_TOO_LARGE}")
 
 
 def _writable(pattern: str, keyword: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from baton.events import Completion, Delta, Finished, FinishReason, PromptLogprobs, Started
 from common.text.chat_messages import ChatMessage, ToolCall
@@ -27,12 +27,11 @@ from gateway.conversation import (
 )
 from gateway.errors import invalid, not_served
 from gateway.fields import ChoicesFields, RequestFields, parse_fields
-from gateway.grammar_fields import StrictFields, without_null
 from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
-from gateway.reasoning import Effort, NumTokens, ReasoningWish, Thinking, wish, wish_of_thinking, wishes_of
+from gateway.reasoning import Effort, ReasoningFields, effort_wish
 from gateway.tools import parse_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -48,45 +47,18 @@ _TEXT = {"text": "text"}
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
 
 
-class ReasoningOptions(StrictFields):
-    effort: Effort | None = None
-    enabled: bool | None = None
-    max_tokens: NumTokens | None = None
-    exclude: bool = False
-
-
 ChatMessages = Annotated[Messages, messages_schema(_ROLES)]
 
 
-class TemplateFields(RequestFields):
+class TemplateFields(ReasoningFields, RequestFields):
     """The fields that the chat template sees, besides the messages."""
 
     tools: Annotated[list[Any], at_most(MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
     reasoning_effort: Effort | None = None
-    reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] | None = None
-    enable_thinking: bool | None = None
-    thinking_token_budget: NumTokens | None = None
-    thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
-
-    @property
-    def wishes(self) -> tuple[ReasoningWish, ...]:
-        """What the request says about reasoning."""
-        options = self.reasoning or ReasoningOptions()
-        return wishes_of(
-            self.chat_template_kwargs,
-            wish("reasoning_effort", effort=self.reasoning_effort),
-            wish("reasoning.effort", effort=options.effort),
-            wish("enable_thinking", is_on=self.enable_thinking),
-            wish("reasoning.enabled", is_on=options.enabled, max_tokens=0 if options.enabled is False else None),
-            wish("thinking_token_budget", max_tokens=self.thinking_token_budget),
-            wish("reasoning.max_tokens", max_tokens=options.max_tokens),
-            wish_of_thinking(self.thinking),
-        )
 
 
 class ChatFields(ChoicesFields, TemplateFields):
@@ -200,7 +172,7 @@ def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> C
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
         options=_template_options(fields),
         variables=fields.chat_template_kwargs or {},
-        wishes=fields.wishes,
+        wishes=fields.wishes(effort_wish("reasoning_effort", fields.reasoning_effort)),
     )
 
 
@@ -229,7 +201,7 @@ def parse_chat(body: bytes) -> Plan:
         includes_usage=fields.includes_usage,
         has_usage_in_chunks=fields.has_usage_in_chunks,
         returns_token_ids=fields.return_token_ids,
-        includes_reasoning=fields.include_reasoning and not (fields.reasoning and fields.reasoning.exclude),
+        includes_reasoning=fields.include_reasoning and not fields.reasoning.exclude,
         num_prompt_logprobs=fields.prompt_logprobs,
         params={
             "sampling.max_tokens": max_name,

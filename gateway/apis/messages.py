@@ -23,7 +23,7 @@ from gateway.fields import GenerationFields, RequestFields, parse_fields
 from gateway.grammar_fields import Constraint, SchemaText, StrictFields, without_null
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
-from gateway.reasoning import Thinking, wish, wish_of_thinking, wishes_of
+from gateway.reasoning import Thinking, effort_wish, thinking_wish, wishes_of
 from gateway.request_record import MESSAGES_PATH
 from gateway.sending import ServerEvent
 from gateway.tools import ToolUse, no_tool, parse_function, tool_names
@@ -240,7 +240,7 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[st
     options: dict[str, Any] = {}
     effort = None if fields.output_config is None else fields.output_config.effort
     wishes = wishes_of(
-        fields.chat_template_kwargs, wish("output_config.effort", effort=effort), wish_of_thinking(fields.thinking)
+        fields.chat_template_kwargs, effort_wish("output_config.effort", effort), thinking_wish(fields.thinking)
     )
     if messages[-1].role == "assistant":
         options["continue_final_message"] = True

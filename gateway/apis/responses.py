@@ -35,7 +35,7 @@ from gateway.logprobs import token_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatPrompt, Plan
-from gateway.reasoning import Effort, NumTokens, wish, wishes_of
+from gateway.reasoning import ReasoningFields, ReasoningOptions
 from gateway.sending import ServerEvent
 from gateway.tally import TokenCounts
 from gateway.tools import parse_tools
@@ -107,10 +107,9 @@ class TextOptions(StrictFields):
     verbosity: str | None = None
 
 
-class ReasoningOptions(StrictFields):
-    """How much the model reasons. A `summary` is accepted, but the answer has the reasoning itself."""
+class ResponseReasoningOptions(ReasoningOptions):
+    """How the model reasons. A `summary` is accepted, but the answer has the reasoning itself."""
 
-    effort: Effort | None = None
     context: Literal["auto"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -129,7 +128,7 @@ def _check_metadata(metadata: dict[str, str]) -> dict[str, str]:
     return metadata
 
 
-class ResponseFields(GenerationFields):
+class ResponseFields(ReasoningFields, GenerationFields):
     input: Annotated[Any, at_most(MAX_MESSAGES - 1), WithJsonSchema(_INPUT_SCHEMA)]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -139,15 +138,11 @@ class ResponseFields(GenerationFields):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     text: Annotated[TextOptions, BeforeValidator(without_null)] = TextOptions()
-    reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] = ReasoningOptions()
+    reasoning: Annotated[ResponseReasoningOptions, BeforeValidator(without_null)] = ResponseReasoningOptions()
     metadata: Annotated[dict[str, str], at_most(_MAX_METADATA), AfterValidator(_check_metadata)] = Field(
         default_factory=dict
     )
     stream_options: Annotated[ResponseStreamOptions, BeforeValidator(without_null)] | None = None
-    # Fields beyond OpenAI's.
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    thinking_token_budget: NumTokens | None = None
 
     asks_for_nothing: ClassVar = {
         "background": (False,),
@@ -183,12 +178,7 @@ def parse_response(body: bytes) -> Plan:
         messages=tuple(turn.message for turn in turns),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),
         variables=fields.chat_template_kwargs or {},
-        wishes=wishes_of(
-            fields.chat_template_kwargs,
-            wish("reasoning.effort", effort=fields.reasoning.effort),
-            wish("enable_thinking", is_on=fields.enable_thinking),
-            wish("thinking_token_budget", max_tokens=fields.thinking_token_budget),
-        ),
+        wishes=fields.wishes(),
     )
     repeated, num_repeated_bytes = _repeated(fields)
     return Plan(
@@ -200,6 +190,7 @@ def parse_response(body: bytes) -> Plan:
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
+        includes_reasoning=not fields.reasoning.exclude,
         repeated=repeated,
         num_repeated_bytes=num_repeated_bytes,
         params={
@@ -404,6 +395,7 @@ class ResponseAnswer:
             "model": admitted.card.name,
             **plan.repeated,
         }
+        self._includes_reasoning = plan.includes_reasoning
         self._items: list[_Item] = []
         self._waiting: list[PositionLogprobs] = []  # those of tokens that may turn out to be words
         self._status = "in_progress"
@@ -455,6 +447,8 @@ class ResponseAnswer:
             if number == 0 and not isinstance(part, ContentText):
                 del self._waiting[:num_waited]
             match part:
+                case ReasoningText() if not self._includes_reasoning:
+                    pass
                 case ReasoningText(text, is_new):
                     events += [*self._need("reasoning", is_new=is_new), self._more(text)]
                 case ContentText(text, is_new):

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from baton.v1 import types_pb2
+from gateway import decode_client
 from gateway.apis.completions import TextChoice
 from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
@@ -239,3 +240,14 @@ def test_a_body_that_still_comes_when_the_gateway_stops_is_told(loop: LoopThread
         response = connection.getresponse()
         assert (response.status, b'"stopping"' in response.read()) == (503, True)
         connection.close()
+
+
+def test_a_decode_service_that_does_not_tokenise_in_time_is_unavailable(
+    loop: LoopThread, scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_client, "_RPC_TIMEOUT_S", 2.0)
+    scripted.inference.tokenizing_s = BOUND_S
+    with gateway_here(loop, scripted.address) as here:
+        answer = here.ask("POST", "/tokenize", {"prompt": "a"})
+    assert (answer.status, answer.error["code"]) == (503, "unavailable")
+    assert "has not answered in time" in answer.error["message"]

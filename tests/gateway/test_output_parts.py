@@ -147,6 +147,8 @@ def test_a_model_that_does_not_reason_has_words_only(edge: GatewayHere, reasons:
         ),
         ("/v1/responses", {"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ("/v1/responses", {"thinking_token_budget": 3}, "thinking_token_budget"),
+        ("/v1/responses", {"reasoning": {"enabled": True, "exclude": True}}, "reasoning.enabled"),
+        ("/v1/responses", {"thinking": {"type": "adaptive"}}, "thinking"),
     ],
 )
 def test_what_says_how_to_reason_is_left_out_and_named_where_it_means_nothing(

@@ -106,6 +106,7 @@ def part(content: Any) -> dict[str, Any]:
         ({"reasoning": {"enabled": "no"}}, "reasoning.enabled", None),
         ({"reasoning": {"enabled": False}, "thinking": {"type": "enabled"}}, "thinking", None),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort", None),
+        ({"reasoning": {"enabled": True, "effort": "none"}}, "reasoning.enabled", None),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"functions": [TOOL["function"]]}, "functions", "unsupported_parameter"),
         ({"response_format": {"type": "xml"}}, "response_format.type", None),

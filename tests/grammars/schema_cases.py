@@ -270,7 +270,11 @@ CASES = (
     Case("const of 64 bits", {"const": 2**63}, refused="const"),
     Case("enum beyond doubles", {"enum": ["a", [{"id": 2**53 + 1}]]}, refused="enum"),
     Case("bound beyond doubles", {"type": "integer", "minimum": 2**53 + 1}, refused="minimum"),
-    Case("bound beyond 64 bits", {"type": "number", "maximum": 1e30}, refused="maximum: 1e+30 is not within 64 bits"),
+    Case(
+        "bound beyond 64 bits",
+        {"type": "number", "maximum": 1e30},
+        refused="maximum: 1e+30 is at or beyond",
+    ),
     Case("integers that are all too large", {"type": "integer", "minimum": 1e30}, refused="minimum"),
     Case("const that is no number", {"const": float("nan")}, refused="const: nan is a number that JSON lacks"),
     Case("bound that is no number", {"type": "number", "maximum": float("inf")}, refused="maximum: inf is a number"),
