@@ -28,8 +28,8 @@ from common.device.cell import Cell
 from common.device.cpu import CpuDevice
 from common.device.inline import InlineStream
 from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
-from common.draft.engine_parts import EngineParts
 from common.draft.head import DraftHead
+from common.engine.parts import EngineParts
 from common.grammar.grammar import GrammarKind
 from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, SeedColumnSpec
 from common.kv.pool import CacheKey

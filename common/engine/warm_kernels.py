@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput, KernelShape
 from common.device.stream import Scope, Stream
-from common.draft.engine_parts import EngineParts
+from common.engine.parts import EngineParts
 from common.kv.pool import KvPool
 from common.kv.row_table import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Event, Measured, Scope, Stream
-from common.draft.engine_parts import EngineParts
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
 from common.draft.seed import Seed
-from common.draft.warm_kernels import warm_kernels
+from common.engine.parts import EngineParts
+from common.engine.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
 from common.prompts.chunk_batch import ChunkBatch, PromptT
 from common.prompts.scores import Scores

@@ -25,9 +25,9 @@ from common.config.settings import ServiceSettings
 from common.cpu_engine import cpu_engine
 from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device
-from common.draft.engine_parts import EngineParts
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
+from common.engine.parts import EngineParts
 from common.errors import StartupError
 from common.host.cores import num_compute_threads
 from common.kv.layer_group import LayerGroupSpec, num_kept_before

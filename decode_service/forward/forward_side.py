@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.device.stream import Device, Stream
-from common.draft.engine_parts import EngineParts
 from common.draft.graphed_head import GraphedHead
 from common.draft.head import DraftHead
-from common.draft.warm_kernels import warm_kernels
+from common.engine.parts import EngineParts
+from common.engine.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.graphed_target import GraphedTarget

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from common.device.cell import Cell
 from common.device.errors import PieceFailed
 from common.device.stream import Event, Scope, Stream, raise_if_device_failed
-from common.draft.engine_parts import EngineParts
 from common.draft.seed import column_to_numpy
+from common.engine.parts import EngineParts
 from common.errors import EngineFault
 from common.grammar.matcher import Matcher
 from common.kv.pool import KvPool, RowLease

@@ -18,15 +18,17 @@ import torch
 
 from common.device.errors import PieceFailed
 from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, wait_in_order
+from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
-from common.draft.engine_parts import EngineParts
+from common.engine.outbox import Outbox
+from common.engine.parts import EngineParts
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize
 from common.kv.prefix_tree import PrefixTree
 from common.load import EngineLoad
 from common.telemetry.step_stats import OnStep, StepStats
-from common.telemetry.timeline import ENGINE, Track, recorded
+from common.telemetry.timeline import ENGINE, recorded
 from decode_service.forward.forward_side import ForwardSide
 from decode_service.messages import (
     Abort,
@@ -72,42 +74,6 @@ _WAITING_WAIT_S = 0.05
 Deliver = Callable[[Sequence[Event]], None]
 
 
-class Outbox:
-    """Collects events for the edge until they are handed over. Only the engine thread calls it.
-
-    `hand_over` passes them to `deliver`. Without `deliver` every event is kept until `take`.
-    """
-
-    def __init__(self, deliver: Deliver | None, track: Track) -> None:
-        self._deliver = deliver
-        self._track = track
-        self._events: list[Event] = []
-
-    def post(self, event: Event) -> None:
-        self._events.append(event)
-
-    def hand_over(self) -> None:
-        """Passes the collected events to `deliver`.
-
-        Call this just before the engine waits, so that events do not wait too, and when the engine ends. Do not call it
-        earlier: the edge's thread would compete for the interpreter while a forward is still to be launched.
-        """
-        if self._deliver is not None and self._events:
-            with self._track.span("deliver", events=len(self._events)):
-                self._deliver(self._taken())
-
-    def take(self, *, is_handed_over_soon: bool) -> Sequence[Event]:
-        """Removes the collected events and returns them.
-
-        If `deliver` exists and `is_handed_over_soon` is True, it keeps them for `hand_over` and returns no event.
-        """
-        return () if is_handed_over_soon and self._deliver is not None else self._taken()
-
-    def _taken(self) -> Sequence[Event]:
-        events, self._events = self._events, []
-        return events
-
-
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
@@ -135,7 +101,7 @@ class DecodeEngine:
         self._clock = clock
         self._on_step = on_step
         self.track = parts.timeline.track(ENGINE)
-        self._outbox = Outbox(deliver, self.track)
+        self._outbox: Outbox[Event] = Outbox(deliver, self.track)
         self._vocab_size = parts.model.vocab_size
         self._depth = depth
         levels = () if depth is None else depth.levels
@@ -262,8 +228,8 @@ class DecodeEngine:
                     sealed = self._seal(launched)
                 if launched is not None or self._in_flight is not None:
                     self._num_steps += 1
-                self._outbox.hand_over()
-                self._start_copies(self._in_flight or sealed)
+                first = self._in_flight or sealed
+                self._use_wait(None if first is None else first.end)
                 # Chunks that run before the next step would hold up this step's results.
                 waits_for_next = self._device.runs_pieces_beside and not has_chunks
                 self._finish(self._in_flight, followed_by=launched if waits_for_next else None)
@@ -284,15 +250,14 @@ class DecodeEngine:
                 raise
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
-    def _start_copies(self, busy_with: SealedStep | None) -> None:
-        """Starts copies of received segments that wait for this thread: one, and more until the step `busy_with` has
-        ended.
-
-        If `busy_with` is None, it starts only one copy.
+    def _use_wait(self, until: StreamEvent | None) -> None:
+        """Does what need not delay a launch, before the engine waits for `until`: hands events over, and starts copies
+        of received segments that wait for this thread. It starts one, and more until the event; None: only one.
         """
+        self._outbox.hand_over()
         if self._landing.has_waiting:
             with self.track.span("start_copies"):
-                self._landing.start_copies(None if busy_with is None else busy_with.end)
+                self._landing.start_copies(until)
 
     def idle_timeout_s(self) -> float:
         if self._in_flight is not None or self._local.is_busy or self._landing.has_waiting or self._landing.has_freed:
@@ -391,10 +356,8 @@ class DecodeEngine:
             self._is_stalled = False
             return None
         running.filter_batch(self._rows.want_launch(running.rows).nonzero()[0])
-        if self._in_flight is not None and self._in_flight.batch.has_drafts:  # this step publishes its lengths
-            self._outbox.hand_over()
-            if (publish_ready := self.future_map.lengths_to_come()) is not None:
-                self._landing.start_copies(publish_ready)
+        if (publish_ready := self.future_map.lengths_to_come()) is not None:
+            self._use_wait(publish_ready)
         with self.track.span("resolve_seq_lens"):
             published = self.future_map.resolve_seq_lens(running.req_pool_indices)
             if published is not None:

@@ -22,7 +22,8 @@ from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
 from common.device.stream import Event as StreamEvent
-from common.draft.engine_parts import EngineParts
+from common.engine.outbox import Outbox
+from common.engine.parts import EngineParts
 from common.errors import RowFailure
 from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize
@@ -165,7 +166,7 @@ class PrefillEngine:
         self._unseeded: dict[Prompt, None] = {}
         self._in_flight: deque[ChunksInFlight] = deque()
         self._failed_copies: list[SentPiece] = []
-        self._outbox: list[Event] = []
+        self._outbox: Outbox[Event] = Outbox(self._edge.deliver, self.track)
         self._is_draining = False
         self._has_freed = False  # at the last step's end; then a queued prompt is tried at once
         self._lacks_room = False  # whether the last step found a queued prompt that must wait for a row or slots
@@ -193,8 +194,7 @@ class PrefillEngine:
             self._has_freed = self.pool.reclaim() > 0
             if self._config.debug_checks:
                 self.pool.check_conservation()
-        events, self._outbox = self._outbox, []
-        return events
+        return self._outbox.take()
 
     def idle_timeout_s(self) -> float:
         has_room = len(self._in_flight) < self._max_in_flight
@@ -328,7 +328,7 @@ class PrefillEngine:
             prompt.num_launched_tokens = prompt.num_kept_tokens = lease.num_cached
             prompt.started_s = self._clock()
             if prompt.is_traced:
-                self._outbox.append(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
+                self._outbox.post(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
             self._unseeded[prompt] = None
 
     def _waits(self, prompt: Prompt) -> bool:
@@ -415,9 +415,7 @@ class PrefillEngine:
             self._apply(command)
         self._sender.start_copies()
         self._post_segments()
-        if self._edge.deliver is not None and self._outbox:
-            events, self._outbox = self._outbox, []
-            self._edge.deliver(events)
+        self._outbox.hand_over()
 
     def _layers_per_event(self, chunks: Sequence[Chunk[Prompt]]) -> int:
         """Returns after how many layers an event is recorded: as many layers of the longest chunk as fill a segment.
@@ -461,7 +459,7 @@ class PrefillEngine:
                 self.pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
                 self.pool.leave_behind(np.array([chunk.prompt.lease.row]), np.array([chunk.stop]))
                 chunk.prompt.num_kept_tokens = chunk.stop
-        self._outbox += _traced_chunks(step.batch, start_s=start_s, end_s=now_s)
+        self._outbox.post_all(_traced_chunks(step.batch, start_s=start_s, end_s=now_s))
         self._post_prompt_logprobs(step)
         self._post_first_tokens(step)
         self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
@@ -471,7 +469,7 @@ class PrefillEngine:
             return
         for prompt, logprobs in step.batch.prompt_logprobs(scores):
             if prompt.phase is not PromptPhase.ENDED:
-                self._outbox.append(FrameReady(prompt.call_id, RowLogprobs(prompt.index, logprobs)))
+                self._outbox.post(FrameReady(prompt.call_id, RowLogprobs(prompt.index, logprobs)))
                 self._sender.add_logprobs(prompt.call_id, logprobs.num_bytes)
 
     def _post_first_tokens(self, step: ChunksInFlight) -> None:
@@ -497,7 +495,7 @@ class PrefillEngine:
             self._lives.enter(prompt, PromptPhase.SENDING)
             by_call.setdefault(prompt.call_id, []).append(place)
         columns = first_tokens(batch, computed, list(by_call.values()), pool=self.pool, now_s=self._clock())
-        self._outbox += map(FrameReady, by_call, columns)
+        self._outbox.post_all(map(FrameReady, by_call, columns))
 
     # ---- sending ------------------------------------------------------------------------------------------------
 
@@ -518,7 +516,7 @@ class PrefillEngine:
     def _post_segments(self) -> None:
         for sent in self._sender.poll():
             if sent.segment is not None:
-                self._outbox.append(FrameReady(sent.prompt.call_id, sent.segment))
+                self._outbox.post(FrameReady(sent.prompt.call_id, sent.segment))
             else:
                 self._failed_copies.append(sent)
 
@@ -526,7 +524,7 @@ class PrefillEngine:
 
     def _fail(self, prompt: Prompt, reason: RowFailure, message: str, *, retryable: bool) -> None:
         failed = RowFailed(prompt.index, reason, retryable, _RETRY_AFTER_MS if retryable else 0, message)
-        self._outbox.append(FrameReady(prompt.call_id, failed))
+        self._outbox.post(FrameReady(prompt.call_id, failed))
         self._lives.enter(prompt, PromptPhase.ENDED)
 
     def _ended(self, prompt: Prompt) -> None:
@@ -538,7 +536,7 @@ class PrefillEngine:
         if call_id in self._calls and not self._calls[call_id]:
             del self._calls[call_id]
             self._sender.end_call(call_id)
-            self._outbox.append(CallDone(call_id))
+            self._outbox.post(CallDone(call_id))
 
 
 def _traced_chunks(batch: ChunkBatch[Prompt], *, start_s: float, end_s: float) -> list[ChunkComputed]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from common.config.settings import DecodeSettings, Role
 from common.device.graph import GraphWork
-from common.draft.engine_parts import EngineParts
 from common.draft.head import DraftHead
+from common.engine.parts import EngineParts
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
 from common.model.loader import load_target
