@@ -34,8 +34,7 @@ FORWARDS = {"1 row decodes": (1, 1), "16 rows decode": (16, 1), "a prompt of 512
 
 def forward_of(model: TargetModel, num_rows: int, num_new: int) -> ForwardInput:
     """Returns the input of a forward of rows of CONTEXT + `num_new` tokens, with a pool of their own."""
-    tensors = model.pool_tensors
-    zeros = tensors.zeros if tensors else (lambda shape, dtype: torch.zeros(tuple(shape), dtype=dtype))
+    zeros = model.pool_tensors.zeros
     length = CONTEXT + num_new
     group = model.layer_group
     shape = (group.num_layers, group.num_planes, 1 + num_rows * length, group.num_heads, group.head_dim)

@@ -31,6 +31,7 @@ from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
 from common.engine.parts import EngineParts
 from common.grammar.grammar import GrammarKind
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, SeedColumnSpec
 from common.kv.pool import CacheKey
 from common.kv.pool_size import PoolSize
@@ -327,7 +328,7 @@ class ScheduleRig:
                 windows=(),
                 vocab_size=VOCAB_SIZE,
                 attention=attention,
-                pool_tensors=None,
+                pool_tensors=OneDevice(self._device.torch_device),
                 recorder=lambda recorder: recorder,
             )
             draft = SimpleNamespace(layer_group=groups[1]) if spec_info else None

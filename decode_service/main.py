@@ -50,6 +50,7 @@ from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits, tenant_key
 from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 from decode_service.forward.recording import num_step_tokens, recorded_bytes
+from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts, Post, TransportReport
 from decode_service.messages import Command
@@ -323,8 +324,7 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         vocab_size=process.runtime.model.vocab_size,
         receive_budget_bytes=settings.receive_budget_bytes,
         timeouts=HandoffTimeouts.of_progress(settings.handoff_progress_timeout_s),
-        credentials=credentials,
-        metadata=metadata,
+        access=PrefillAccess(credentials, metadata),
         look_up=look_up,
         timeline=process.runtime.timeline,
         num_channels_per_replica=_NUM_CONNECTIONS if settings.uses(FastPath.PARALLEL_CONNECTIONS) else 1,

@@ -88,14 +88,17 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
         servicer = PrefillServicer(
             engine=inbox,
             fingerprint=runtime.fingerprint,
-            model_limits=ModelLimits(vocab_size=runtime.model.vocab_size, max_context_tokens=size.max_context_tokens),
+            model_limits=ModelLimits(
+                vocab_size=runtime.model.vocab_size,
+                max_context_tokens=size.max_context_tokens,
+                max_cached_tokens=size.max_kv_tokens if config.prefix_cache else 0,
+            ),
             instance_id=process.instance_id,
             limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
             tracer=process.tracer,
             timeline=runtime.timeline,
             shared_pool=lent.pool,
             nixl_offer=lent.nixl_offer,
-            max_cached_tokens=size.max_kv_tokens if settings.uses(FastPath.PREFIX_CACHE) else 0,
             new_matcher=compiler.matcher,
         )
 

@@ -6,12 +6,15 @@ shards              [ rank 0          | rank 1          ]     each in its rank's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from common.host.untouched_memory import untouched_zeros
 
 WHOLE = slice(None)
 
@@ -37,7 +40,9 @@ class NoRoomForShard(Exception):
 
 
 class PoolTensors(Protocol):
-    """Makes the tensors of a KV pool that forwards use."""
+    """Makes the tensors of a KV pool that forwards use. This process's are on `torch_device`."""
+
+    torch_device: torch.device
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns zeros for a table."""
@@ -48,3 +53,18 @@ class PoolTensors(Protocol):
         The first shard is the one that this process's forwards use. Raises OSError, OverflowError or
         torch.OutOfMemoryError if there is not enough memory, and NoRoomForShard if one shard of several has none.
         """
+
+
+class OneDevice(PoolTensors):
+    """Makes a pool of one shard on one device."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.torch_device.type != "cpu" or not math.prod(shape):  # there may be no layer that attends all tokens
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        return untouched_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def kv(self, group_name: str, shape: Sequence[int], dtype: torch.dtype) -> Sequence[KvShard]:
+        return (KvShard(WHOLE, self.zeros(shape, dtype)),)

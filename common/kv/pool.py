@@ -29,7 +29,7 @@ from common.device.stream import Event, Stream
 from common.device.upload import across_devices
 from common.errors import StartupError
 from common.host.memory import require_room
-from common.host.untouched_memory import populate, untouched_zeros
+from common.host.untouched_memory import populate
 from common.kv.kv_shard import WHOLE, KvShard, NoRoomForShard, PoolTensors
 from common.kv.layer_group import DRAFT_GROUP, KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
 from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
@@ -155,7 +155,7 @@ class KvPool:
     operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
     prefix cache, or None to cache nothing. Raises StartupError if there is not enough memory.
 
-    `tensors` makes the tensors that forwards use; by default they are on `torch_device`, and there is one shard.
+    `tensors` makes the tensors that forwards use.
 
     `windows` are the target's layers that attend a window. Each of their groups has `max_window_tokens` slots, and a
     row writes at most `num_in_flight` tokens past those that are known to be computed.
@@ -171,12 +171,11 @@ class KvPool:
         max_rows: int,
         max_kv_tokens: int,
         max_tokens_per_row: int,
-        torch_device: torch.device,
+        tensors: PoolTensors,
         windows: Sequence[WindowLayers] = (),
         max_window_tokens: int = 0,
         num_in_flight: int = 0,
         memory: SharedPool | None = None,
-        tensors: PoolTensors | None = None,
         prefixes: PrefixTree | None = None,
     ) -> None:
         target, *others = groups
@@ -184,9 +183,8 @@ class KvPool:
         self.groups = {group.name: group for group in groups}
         self._memory = memory
         num_slots = {group.name: max_window_tokens if group.window else max_kv_tokens for group in groups}
-        tensors = tensors or _OneDevice(torch_device)
         self.shards = (
-            _new_shards(groups, num_slots, torch_device, tensors)
+            _new_shards(groups, num_slots, tensors)
             if memory is None
             else {group.name: (KvShard(WHOLE, _view(memory, group)),) for group in groups}
         )
@@ -638,29 +636,15 @@ class KvPool:
             assert np.array_equal(table, lease.slots), f"row {lease.row}: the table disagrees with the lease"
 
 
-class _OneDevice(PoolTensors):
-    def __init__(self, torch_device: torch.device) -> None:
-        self._torch_device = torch_device
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self._torch_device.type != "cpu" or not math.prod(shape):  # there may be no layer that attends all tokens
-            return torch.zeros(shape, dtype=dtype, device=self._torch_device)
-        return untouched_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-    def kv(self, group_name: str, shape: Sequence[int], dtype: torch.dtype) -> Sequence[KvShard]:
-        return (KvShard(WHOLE, self.zeros(shape, dtype)),)
-
-
 def _new_shards(
     groups: Sequence[LayerGroupSpec],
     num_slots: Mapping[str, int],
-    torch_device: torch.device,
     tensors: PoolTensors,
 ) -> dict[str, Sequence[KvShard]]:
     shapes = {group.name: _shape(group, num_slots[group.name]) for group in groups}
     num_bytes = sum(math.prod(shapes[group.name]) * _dtype(group).itemsize for group in groups)
     try:
-        if torch_device.type == "cpu":
+        if tensors.torch_device.type == "cpu":
             require_room(num_bytes)
         return {group.name: tensors.kv(group.name, shapes[group.name], _dtype(group)) for group in groups}
     except NoRoomForShard as error:
@@ -669,7 +653,7 @@ def _new_shards(
             f"max_kv_tokens: {max(num_slots.values())} tokens {needed} not to be had: {error}"
         ) from error
     except (OSError, OverflowError, torch.OutOfMemoryError) as error:
-        needed = f"take {num_bytes / 2**30:,.1f} GiB on {torch_device}, which are"
+        needed = f"take {num_bytes / 2**30:,.1f} GiB on {tensors.torch_device}, which are"
         raise StartupError(
             f"max_kv_tokens: {max(num_slots.values())} tokens {needed} not to be had: {error}"
         ) from error

@@ -38,7 +38,7 @@ from common.model.model_files import (
 )
 from common.model.part import Heads, Part
 from common.model.rotation import fix_rotation
-from common.model.target import TargetModel
+from common.model.target import TargetModel, TargetShape
 from common.model.traits import PROBE_NAME, LayerShape, check_config, probe_attention
 
 KvDtype = Literal["auto", "unquantized", "fp8_e4m3"]
@@ -198,19 +198,21 @@ def target_of(
     target = TargetModel(
         model=model,
         backend=backend,
-        layer_group=group,
-        windows=tuple(map(WindowLayers, window_groups, window_layers)),
-        hidden_size=sizes["hidden_size"],
-        vocab_size=sizes["vocab_size"],
-        max_context_tokens=min(context, max_context_tokens or context),
-        rotation=rotation,
-        eos_token_ids=eos_token_ids,
-        dtype=DTYPES[dtype],
-        torch_device=torch_device,
+        shape=TargetShape(
+            layer_group=group,
+            windows=tuple(map(WindowLayers, window_groups, window_layers)),
+            kv_heads=[[heads_of(rank, each.num_heads, each.num_kv_heads).kv for rank in ranks] for each in layers_of],
+            hidden_size=sizes["hidden_size"],
+            vocab_size=sizes["vocab_size"],
+            max_context_tokens=min(context, max_context_tokens or context),
+            rotation=rotation,
+            eos_token_ids=eos_token_ids,
+            dtype=DTYPES[dtype],
+            torch_device=torch_device,
+        ),
         new_decoder=new_decoder,
         files=files,
         part=part,
-        kv_heads=[[heads_of(rank, shape.num_heads, shape.num_kv_heads).kv for rank in ranks] for shape in layers_of],
     )
     check_forwards(target, unsplit, far, name=name)
     return target

@@ -17,7 +17,7 @@ from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInp
 from common.device.errors import DeviceLost
 from common.device.graph import GraphRecorder
 from common.errors import UnsupportedModel
-from common.kv.kv_shard import WHOLE, KvShard, PoolTensors
+from common.kv.kv_shard import WHOLE, KvShard, OneDevice, PoolTensors
 from common.kv.layer_group import LayerGroupSpec, WindowLayers
 from common.model.capture import HiddenCapture
 from common.model.cutting import CutHead
@@ -97,7 +97,10 @@ class Followers(Protocol):
 
 
 class _TensorsOfRanks(PoolTensors):
-    def __init__(self, followers: Followers, kv_heads: Mapping[LayerGroupSpec, Sequence[range]]) -> None:
+    def __init__(
+        self, followers: Followers, kv_heads: Mapping[LayerGroupSpec, Sequence[range]], torch_device: torch.device
+    ) -> None:
+        self.torch_device = torch_device
         self._followers = followers
         self._heads = {group.name: heads for group, heads in kv_heads.items()}
 
@@ -110,16 +113,35 @@ class _TensorsOfRanks(PoolTensors):
         return (KvShard(WHOLE, self._followers.zeros(shape, dtype)),)  # a draft head's, which this rank alone computes
 
 
-class TargetModel:
-    """A decoder-only model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetShape:
+    """The sizes of a model, and what else is known of it besides its weights.
 
     `layer_group` is the shape of the KV of layers that attend all tokens, and `windows` are the layers that attend a
-    window. `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram;
+    window. `kv_heads` are the KV heads of each rank, in each layer group. `max_context_tokens` is the longest context
+    that is served, and `rotation` names the rotation that it chose (see rotation.py). `eos_token_ids` are the ids that
+    end the model's output.
+    """
+
+    layer_group: LayerGroupSpec
+    windows: tuple[WindowLayers, ...] = ()
+    kv_heads: Sequence[Sequence[range]]
+    hidden_size: int
+    vocab_size: int
+    max_context_tokens: int
+    rotation: str = ""
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    torch_device: torch.device
+
+
+class TargetModel:
+    """A decoder-only model of a TargetShape.
+
+    `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram;
     it is None if no program is wanted, or none supports the model. It keeps parts of the model in memory: set it to
-    None when it is no longer needed. `files` are the files that the model was loaded from. `max_context_tokens` is the
-    longest context that is served, and `rotation` names the rotation that it chose (see rotation.py). `eos_token_ids`
-    are the ids that end the model's output. If the model is cut, `part` is what this process computes. `kv_heads` are
-    the KV heads of each rank, in each layer group. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head`
+    None when it is no longer needed. `files` are the files that the model was loaded from. If the model is cut, `part`
+    is what this process computes. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head`
     maps hidden states after the final norm to logits. Any thread may call `prepare`, at any time: the engine thread
     prepares steps while the forward stream computes prompts. Run one forward at a time.
     """
@@ -129,37 +151,29 @@ class TargetModel:
         *,
         model: nn.Module,
         backend: AttentionBackend,
-        layer_group: LayerGroupSpec,
-        windows: tuple[WindowLayers, ...] = (),
-        hidden_size: int,
-        vocab_size: int,
-        max_context_tokens: int,
-        rotation: str = "",
-        eos_token_ids: tuple[int, ...],
-        dtype: torch.dtype,
-        torch_device: torch.device,
+        shape: TargetShape,
         new_decoder: NewProgram | None = None,
         files: ModelFiles | None = None,
         part: Part | None = None,
-        kv_heads: Sequence[Sequence[range]],
     ) -> None:
         self.files = files
         self._part = part
         self._rank = 0 if part is None else part.rank
-        self._kv_heads = dict(zip((layer_group, *(each.group for each in windows)), kv_heads, strict=True))
+        groups = (shape.layer_group, *(each.group for each in shape.windows))
+        self._kv_heads = dict(zip(groups, shape.kv_heads, strict=True))
         self._followers: Followers | None = None
         self.new_decoder = new_decoder
         self._model = model
         self.attention = backend
-        self.layer_group = layer_group
-        self.windows = windows
-        self.hidden_size = hidden_size
-        self.vocab_size = vocab_size
-        self.max_context_tokens = max_context_tokens
-        self.rotation = rotation
-        self.eos_token_ids = eos_token_ids
-        self.dtype = dtype
-        self.torch_device = torch_device
+        self.layer_group = shape.layer_group
+        self.windows = shape.windows
+        self.hidden_size = shape.hidden_size
+        self.vocab_size = shape.vocab_size
+        self.max_context_tokens = shape.max_context_tokens
+        self.rotation = shape.rotation
+        self.eos_token_ids = shape.eos_token_ids
+        self.dtype = shape.dtype
+        self.torch_device = shape.torch_device
         self._capture: HiddenCapture | None = None
         self._num_layers_begun = 0
         self._program: ForwardProgram | None = None
@@ -187,9 +201,11 @@ class TargetModel:
         self._followers = followers
 
     @property
-    def pool_tensors(self) -> PoolTensors | None:
-        """Makes the tensors of a pool for this model; None if any will do."""
-        return None if self._followers is None else _TensorsOfRanks(self._followers, self._kv_heads)
+    def pool_tensors(self) -> PoolTensors:
+        """Makes the tensors of a pool for this model."""
+        if self._followers is None:
+            return OneDevice(self.torch_device)
+        return _TensorsOfRanks(self._followers, self._kv_heads, self.torch_device)
 
     def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
         """Returns a recorder for graphs with a forward of this model, made of the device's."""

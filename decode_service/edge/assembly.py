@@ -26,7 +26,7 @@ from common.telemetry.timeline import Timeline
 from common.telemetry.timeline_rpc import OtherTimeline
 from common.text.tokenizer import TextTokenizer
 from common.text.tool_grammars import ToolGrammars
-from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
+from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer, Served
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.matchers import Matchers, Replay
 from decode_service.edge.model_info import output_format_of
@@ -107,22 +107,24 @@ async def opened_edge(
         other_timeline=other_timeline,
         shares_port=plan.shares_port,
     )
+    served = Served(
+        limits=plan.limits,
+        model_info=plan.model_info,
+        instance_id=plan.instance_id,
+        client_stall_timeout_s=settings.client_stall_timeout_s,
+        tool_grammars=ToolGrammars(output_format_of(settings, tokenizer), tokenizer.special_tokens),
+        tells_tenants_apart=bool(settings.tenant_weights),
+    )
     async with Prompts(tokenizer=tokenizer, limits=plan.limits, timeline=timeline) as prompts:
         servicer = InferenceServicer(
             engine=engine,
             live_requests=live_requests,
             prompts=prompts,
             matchers=new_matchers(prompts.replay),
-            tool_grammars=ToolGrammars(output_format_of(settings, tokenizer), tokenizer.special_tokens),
-            decoder=tokenizer,
-            limits=plan.limits,
-            model_info=plan.model_info,
             replicas=replicas,
-            instance_id=plan.instance_id,
             observer=observer,
-            client_stall_timeout_s=settings.client_stall_timeout_s,
+            served=served,
             client_of=server.client_of,
-            tells_tenants_apart=bool(settings.tenant_weights),
             tracer=tracer,
             timeline=timeline,
         )

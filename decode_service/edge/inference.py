@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ from common.sampling.prompt_logprobs import PromptLogprobs
 from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
-from common.text.tokenizer import TextTokenizer
 from common.text.tool_grammars import ToolGrammars
 from decode_service.edge.brought_output import ending_of_brought
 from decode_service.edge.client_writes import ClientWrites
@@ -61,6 +60,22 @@ INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What is served, and by which rules.
+
+    A client that takes nothing of its answer for `client_stall_timeout_s` is dropped. If `tells_tenants_apart`, tenants
+    are clients of the engine; else they share what is their client's.
+    """
+
+    limits: ModelLimits
+    model_info: inference_pb2.GetModelInfoResponse
+    instance_id: str
+    client_stall_timeout_s: float
+    tool_grammars: ToolGrammars = GENERIC_TOOL_GRAMMARS
+    tells_tenants_apart: bool = False
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves the Inference service on the event loop. `prompts` does the slow work with texts, on threads and in
     processes.
@@ -73,16 +88,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         live_requests: LiveRequests,
         prompts: Prompts,
         matchers: Matchers,
-        decoder: TextTokenizer,
-        limits: ModelLimits,
-        model_info: inference_pb2.GetModelInfoResponse,
         replicas: ReplicaStates,
-        instance_id: str,
         observer: RequestObserver,
-        client_stall_timeout_s: float,
-        tool_grammars: ToolGrammars = GENERIC_TOOL_GRAMMARS,
+        served: Served,
         client_of: ClientOf = BY_ADDRESS,
-        tells_tenants_apart: bool = False,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
     ) -> None:
@@ -93,16 +102,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._live_requests = live_requests
         self._prompts = prompts
         self._matchers = matchers
-        self._tool_grammars = tool_grammars
-        self._decoder = decoder
-        self._limits = limits
-        self._model_info = model_info
+        self._decoder = prompts.tokenizer
+        self._limits = served.limits
+        self._served = served
         self._replicas = replicas
-        self._instance_id = instance_id
         self._observer = observer
-        self._client_stall_timeout_s = client_stall_timeout_s
         self._client_of = client_of
-        self._tells_tenants_apart = tells_tenants_apart
         self._traces = RequestTraces(tracer)
 
     async def Generate(  # type: ignore[override]  # the asyncio server also takes a coroutine that writes
@@ -110,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         with (
             self._traces.begin(context.invocation_metadata()) as trace,
-            ClientWrites(context, stall_timeout_s=self._client_stall_timeout_s) as client,
+            ClientWrites(context, stall_timeout_s=self._served.client_stall_timeout_s) as client,
         ):
             await self._generate(request, context, trace, client)
 
@@ -119,14 +124,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         try:
             with self._edge_track.span("check_request"):
-                checked = check_request(request, self._limits, self._tool_grammars)
+                checked = check_request(request, self._limits, self._served.tool_grammars)
             whose = self._whose(checked, context)
             live = self._live_requests.admit(checked.request_id, trace, client=whose, priority=checked.priority)
         except BatonError as error:
             self._observer.on_refused(error)
             trace.failed(error)
             await abort_with(context, error)
-        trace.describe(lambda: request_attributes(checked, live.request_id, self._model_info.model))
+        trace.describe(lambda: request_attributes(checked, live.request_id, self._served.model_info.model))
         end: Ending | BatonError | None = None
         time_out = self._fail_at_deadline(live, context)
         try:
@@ -161,7 +166,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Returns who shares this service with others: the request's tenant, if tenants have weights, else the caller,
         whose tenants share what is the caller's.
         """
-        if self._tells_tenants_apart and checked.tenant is not None:
+        if self._served.tells_tenants_apart and checked.tenant is not None:
             return tenant_key(checked.tenant)
         return self._client_of(context)
 
@@ -220,7 +225,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             generated_token_ids=checked.generated_token_ids,
             sampling=sampling,
             choice_index=checked.choice_index,
-            tenant="" if self._tells_tenants_apart else checked.tenant or "",
+            tenant="" if self._served.tells_tenants_apart else checked.tenant or "",
             priority=checked.priority,
             deadline_s=_deadline_s(context),
             wants_drafts=checked.sampling.speculates,
@@ -317,14 +322,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
-        return self._model_info
+        return self._served.model_info
 
     async def GetLoad(
         self, request: inference_pb2.GetInferenceLoadRequest, context: Context
     ) -> inference_pb2.GetInferenceLoadResponse:
         load = self._engine.load
         return inference_pb2.GetInferenceLoadResponse(
-            instance_id=self._instance_id,
+            instance_id=self._served.instance_id,
             rows=pool_load(load.rows),
             slots=pool_load(load.slots),
             num_queued=load.num_queued,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import cast
@@ -16,7 +15,6 @@ from grpc_status import rpc_status
 from baton.v1 import prefill_pb2
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_kv import RemoteKv
-from common.kv.shared_pool import MappedPool
 from common.nixl.child import NixlError
 from common.peer_text import peer_text
 from common.rpc.errors import connection_words
@@ -28,6 +26,7 @@ from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch,
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
+from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.transport import HandoffTimeouts, Post
@@ -97,35 +96,29 @@ class GrpcCall:
         self,
         *,
         command: StartHandoff,
-        channel: grpc.aio.Channel,
+        replica: GrpcReplica,
         fingerprint: Fingerprint,
         codec: FrameCodec,
         budget: AsyncReceiveBudget,
         post: Post,
         timeouts: HandoffTimeouts,
         metadata: Metadata,
-        num_steps: Callable[[], int],
-        pool: MappedPool | NixlPool | None,
         track: Track,
     ) -> None:
-        """Prepares a call; `exchange` begins it.
-
-        `num_steps` returns how many steps the replica's engine had made when the replica was last polled. `pool` is the
-        replica's KV pool, or None if it cannot be read from here. `track` of the timeline gets a span for each frame.
-        """
+        """Prepares a call; `exchange` begins it. `track` of the timeline gets a span for each frame."""
         self._track = track
         self._call_id = command.call_id
         self.replica = command.replica
         self._rows = command.rows
-        self._channel = channel
+        self._channel = replica.next_channel()
         self._fingerprint = fingerprint
         self._codec = codec
         self._budget = budget
         self._post = post
         self._timeouts = timeouts
         self._metadata = metadata
-        self._num_steps = num_steps
-        self._pool = pool
+        self._replica = replica
+        self._pool = replica.pool  # of the instance that is there now
         self._commands: asyncio.Queue[bytes] = asyncio.Queue()
 
     def cancel_rows(self, rows: tuple[int, ...]) -> None:
@@ -185,7 +178,8 @@ class GrpcCall:
             raise ProtocolError("frame", "is not Accepted, the first frame of a call")
         self._post(FrameArrived(self._call_id, frame))
         reading = begin_read(stream.read())
-        while (data := await self._arrived(reading, self._timeouts.progress_timeout_s, self._num_steps)) is not None:
+        timeout_s = self._timeouts.progress_timeout_s
+        while (data := await self._arrived(reading, timeout_s, steps_count=True)) is not None:
             if reads_ahead := self._budget.take_at_once(len(data)):
                 reading = begin_read(stream.read())
             await self._take(data, len(data) if reads_ahead else 0)
@@ -231,20 +225,19 @@ class GrpcCall:
         return segment
 
     async def _arrived(
-        self, reading: asyncio.Future[object], timeout_s: float, num_steps: Callable[[], int] | None = None
+        self, reading: asyncio.Future[object], timeout_s: float, *, steps_count: bool = False
     ) -> bytes | None:
         """Waits for a frame and returns it. Returns None if the replica ended the call without an error.
 
-        Raises PrefillUnavailable after `timeout_s` without a frame. With `num_steps`, which returns the number of steps
-        that the replica's engine has made, the time-out starts again whenever that number changes: then the replica is
-        busy with other rows, not lost. The time-out is counted in short waits, not by the clock, so that a time in
-        which this process was stopped counts as one short wait.
+        Raises PrefillUnavailable after `timeout_s` without a frame. If `steps_count`, the time-out starts again when a
+        poll has found that the replica's engine has made steps: then it is busy with other rows, not lost. The time-out
+        is counted in short waits, not by the clock, so that a time in which this process was stopped counts as one.
         """
-        seen, num_looks = num_steps() if num_steps else 0, 0
+        seen, num_looks = self._replica.num_steps, 0
         while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:
             num_looks += 1
-            if num_steps and num_steps() != seen:
-                seen, num_looks = num_steps(), 0
+            if steps_count and self._replica.num_steps != seen:
+                seen, num_looks = self._replica.num_steps, 0
             elif num_looks == _LOOKS_PER_TIMEOUT:
                 raise PrefillUnavailable(f"{self.replica}: no frame within {timeout_s} s")
         data = reading.result()

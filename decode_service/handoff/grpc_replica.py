@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import dataclass
 from itertools import cycle
 
 import grpc
@@ -38,11 +39,21 @@ breaks the calls that read the pool.
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillAccess:
+    """How prefill services are reached: over TLS with `credentials`, or without. `metadata` is sent with every call."""
+
+    credentials: grpc.ChannelCredentials | None = None
+    metadata: Metadata = ()
+
+
+OPEN_ACCESS = PrefillAccess()
+
+
 class GrpcReplica:
     """The connections to one prefill replica, its state as last polled, and access to its KV pool.
 
     Calls take turns on `num_channels` connections. Polls have a connection of their own, so that no KV delays them.
-    `metadata` is sent with every poll.
     """
 
     def __init__(
@@ -50,9 +61,8 @@ class GrpcReplica:
         *,
         address: str,
         fingerprint: Fingerprint,
-        credentials: grpc.ChannelCredentials | None,
+        access: PrefillAccess,
         options: Options,
-        metadata: Metadata,
         num_channels: int,
         timeouts: HandoffTimeouts,
     ) -> None:
@@ -60,14 +70,14 @@ class GrpcReplica:
         self._fingerprint = fingerprint
 
         def connect() -> grpc.aio.Channel:
-            if credentials is None:
+            if access.credentials is None:
                 return grpc.aio.insecure_channel(address, options=options)
-            return grpc.aio.secure_channel(address, credentials, options=options)
+            return grpc.aio.secure_channel(address, access.credentials, options=options)
 
         self._channels = [connect() for _ in range(num_channels)]
         self._turns = cycle(self._channels)
         self._look_channel = connect()
-        self._metadata = metadata
+        self._metadata = access.metadata
         self._known_instance_id: str | None = None
         self._mismatch: FingerprintMismatch | None = None
         self._timeouts = timeouts

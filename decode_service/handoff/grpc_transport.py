@@ -6,17 +6,16 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-import grpc
 import structlog
 
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
-from common.rpc.grpc_options import MAX_MESSAGE_BYTES, Metadata, channel_options
+from common.rpc.grpc_options import MAX_MESSAGE_BYTES, channel_options
 from common.rpc.name_lookup import LookUp, look_up
 from common.telemetry.timeline import HANDOFF, Timeline
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from decode_service.handoff.grpc_call import GrpcCall
-from decode_service.handoff.grpc_replica import GrpcReplica
+from decode_service.handoff.grpc_replica import OPEN_ACCESS, GrpcReplica, PrefillAccess
 from decode_service.handoff.grpc_replicas import GrpcReplicas
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.transport import HandoffTimeouts, Post
@@ -32,8 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 class GrpcTransport:
-    """A HandoffTransport over gRPC. It is created on the event loop on which it runs. `metadata` is gRPC metadata that
-    is sent with every call.
+    """A HandoffTransport over gRPC. It is created on the event loop on which it runs.
 
     `addresses` are "HOST:PORT", one replica each, "dns:///NAME:PORT", a replica for each address that `look_up`
     finds, or "file:///PATH", a replica for each address in the file. With TLS the certificates of replicas found by a
@@ -50,11 +48,9 @@ class GrpcTransport:
         vocab_size: int,
         receive_budget_bytes: int,
         timeouts: HandoffTimeouts,
-        credentials: grpc.ChannelCredentials | None = None,
-        metadata: Metadata = (),
+        access: PrefillAccess = OPEN_ACCESS,
         look_up: LookUp = look_up,
         num_channels_per_replica: int = 2,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
         timeline: Timeline | None = None,
     ) -> None:
         self._track = (timeline or Timeline()).track(HANDOFF)
@@ -62,7 +58,7 @@ class GrpcTransport:
         self._fingerprint = fingerprint
         self._codec = FrameCodec(fingerprint=fingerprint, vocab_size=vocab_size)
         self._timeouts = timeouts
-        self._metadata = metadata
+        self._metadata = access.metadata
         self._budget = AsyncReceiveBudget(receive_budget_bytes)
         self._loop = asyncio.get_running_loop()
 
@@ -70,9 +66,8 @@ class GrpcTransport:
             return GrpcReplica(
                 address=address,
                 fingerprint=fingerprint,
-                credentials=credentials,
-                options=channel_options(max_receive_bytes=max_message_bytes, server_name=certified_host),
-                metadata=metadata,
+                access=access,
+                options=channel_options(max_receive_bytes=MAX_MESSAGE_BYTES, server_name=certified_host),
                 num_channels=num_channels_per_replica,
                 timeouts=timeouts,
             )
@@ -125,9 +120,7 @@ class GrpcTransport:
             return
         call = GrpcCall(
             command=command,
-            channel=replica.next_channel(),
-            num_steps=lambda: replica.num_steps,
-            pool=replica.pool,
+            replica=replica,
             fingerprint=self._fingerprint,
             codec=self._codec,
             budget=self._budget,

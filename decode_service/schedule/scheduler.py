@@ -115,7 +115,6 @@ class DecodeEngine:
             max_window_tokens=size.max_window_tokens,
             num_in_flight=config.tokens_in_flight,
             max_tokens_per_row=size.max_context_tokens + config.tokens_ahead,
-            torch_device=device.torch_device,
             tensors=parts.model.pool_tensors,
             prefixes=PrefixTree(parts.num_draft_layers) if config.prefix_cache else None,
         )

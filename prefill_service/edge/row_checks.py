@@ -15,10 +15,13 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits of the served model."""
+    """The limits of the served model and of its engine, which keeps the KV of up to `max_cached_tokens` for later
+    rows.
+    """
 
     vocab_size: int
     max_context_tokens: int
+    max_cached_tokens: int = 0
 
 
 def check_row(

@@ -108,10 +108,9 @@ class PrefillServicer:
         timeline: Timeline | None = None,
         shared_pool: SharedPool | None = None,
         nixl_offer: Callable[[], prefill_pb2.NixlPool | None] = lambda: None,
-        max_cached_tokens: int = 0,
         new_matcher: NewMatcher = no_matchers,
     ) -> None:
-        """Creates the servicer. The engine keeps the KV of up to `max_cached_tokens` for later rows.
+        """Creates the servicer.
 
         `shared_pool` is the memory of the KV pool, or None if receivers cannot read it. Receivers on this host map it
         by its name. If it has no name, receivers read it through NIXL, with the data that `nixl_offer` returns.
@@ -130,7 +129,6 @@ class PrefillServicer:
         self._tracer = tracer
         self._shared_pool = shared_pool
         self._nixl_offer = nixl_offer
-        self._max_cached_tokens = max_cached_tokens
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, HandoffCall] = {}
         self._call_numbers = count()
@@ -186,7 +184,7 @@ class PrefillServicer:
             unsent_bytes=load.unsent_bytes,
             max_context_tokens=self._model_limits.max_context_tokens,
             num_uncomputed_tokens=load.num_uncomputed_tokens,
-            max_cached_tokens=self._max_cached_tokens,
+            max_cached_tokens=self._model_limits.max_cached_tokens,
             num_evicted_tokens=load.prefixes.num_evicted,
             num_computed_tokens=load.num_computed_tokens,
         )

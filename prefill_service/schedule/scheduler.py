@@ -132,7 +132,6 @@ class PrefillEngine:
             max_window_tokens=size.max_window_tokens,
             num_in_flight=config.tokens_in_flight,
             max_tokens_per_row=size.max_context_tokens,
-            torch_device=device.torch_device,
             tensors=model.pool_tensors,
             memory=shared_pool,
             prefixes=PrefixTree(parts.num_draft_layers) if config.prefix_cache else None,

@@ -43,7 +43,7 @@ ARRIVALS: list[tuple[ModuleType, dict[str, Any], str, str, Any, Any]] = [
     (decode_main, {"max_handoff_attempts": 7}, "DecodeEngine", "max_handoff_attempts", 3, 7),
     (decode_main, _without(FastPath.PARALLEL_CONNECTIONS), "GrpcTransport", "num_channels_per_replica", 2, 1),
     (assembly, {"max_streams": 5}, "ServerLimits", "max_streams", 1024, 5),
-    (assembly, {"client_stall_timeout_s": 7.0}, "InferenceServicer", "client_stall_timeout_s", 60.0, 7.0),
+    (assembly, {"client_stall_timeout_s": 7.0}, "Served", "client_stall_timeout_s", 60.0, 7.0),
     (prefill_main, _without(FastPath.OVERLAP), "PrefillEngine", "overlap", True, False),
     (prefill_main, _without(FastPath.EARLY_SENDING), "PrefillEngine", "early_sending", True, False),
     (prefill_main, {"max_streams": 5}, "ServerLimits", "max_streams", 1024, 5),

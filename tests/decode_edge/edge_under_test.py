@@ -27,7 +27,7 @@ from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
-from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
+from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer, Served
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, LiveRequests
 from decode_service.edge.matchers import MatchersHere
 from decode_service.edge.observer import RequestObserver
@@ -139,18 +139,19 @@ async def running_edge(
         engine=engine,
         live_requests=live_requests,
         prompts=prompts,
-        decoder=tokenizer,
-        limits=limits_of_model,
-        model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
         replicas=replicas,
-        instance_id="this process",
         observer=observer,
-        client_stall_timeout_s=client_stall_timeout_s,
+        served=Served(
+            limits=limits_of_model,
+            model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
+            instance_id="this process",
+            client_stall_timeout_s=client_stall_timeout_s,
+            tells_tenants_apart=tells_tenants_apart,
+        ),
         matchers=MatchersHere(
             new_matcher=compiler.matcher, replay=prompts.replay, vocab_size=limits_of_model.vocab_size
         ),
         client_of=server.client_of,
-        tells_tenants_apart=tells_tenants_apart,
         tracer=tracer,
         timeline=timeline,
     )

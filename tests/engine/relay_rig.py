@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from common.device.stream import Scope
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import SeedColumnSpec
 from common.kv.pool import KvPool
 from common.sampling.params import ResolvedSampling
@@ -51,7 +52,7 @@ def make_pool(*, max_rows: int = 4, max_kv_tokens: int = 32) -> KvPool:
         max_rows=max_rows,
         max_kv_tokens=max_kv_tokens,
         max_tokens_per_row=16,
-        torch_device=torch.device("cpu"),
+        tensors=OneDevice(torch.device("cpu")),
     )
 
 

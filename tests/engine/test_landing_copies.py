@@ -12,6 +12,7 @@ import torch
 
 from baton_cpu import kv_copy
 from common.device.factory import open_device
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.wire.handoff import KvSegment
@@ -37,7 +38,7 @@ def test_a_segment_lands_in_its_rows_slots(
         max_rows=2,
         max_kv_tokens=2 * NUM_TOKENS,
         max_tokens_per_row=NUM_TOKENS,
-        torch_device=device.torch_device,
+        tensors=OneDevice(device.torch_device),
     )
     assert pool.reserve(3) is not None
     lease = pool.reserve(NUM_TOKENS)

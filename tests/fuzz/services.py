@@ -29,7 +29,7 @@ from common.text.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 from decode_service import messages as decode
 from decode_service.edge.event_router import EventRouter
-from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer
+from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer, Served
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.matchers import MatchersHere
 from decode_service.edge.observer import RequestObserver
@@ -222,13 +222,14 @@ async def start_decode(
         live_requests=live_requests,
         prompts=prompts,
         matchers=MatchersHere(new_matcher=no_matchers, replay=prompts.replay, vocab_size=limits.vocab_size),
-        decoder=tokenizer,
-        limits=limits,
-        model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
         replicas=replicas,
-        instance_id="fuzz",
         observer=observer,
-        client_stall_timeout_s=BOUND_S,
+        served=Served(
+            limits=limits,
+            model_info=inference_pb2.GetModelInfoResponse(model="tiny"),
+            instance_id="fuzz",
+            client_stall_timeout_s=BOUND_S,
+        ),
     )
     server = ServiceServer(service_name=INFERENCE_SERVICE)
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)

@@ -19,6 +19,7 @@ from common.rpc.name_lookup import look_up
 from common.rpc.tls import channel_credentials, server_credentials
 from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import Accepted
+from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff
 from tests.handoff.homes import FAST
@@ -362,7 +363,8 @@ def test_the_certificate_of_a_replica_that_was_found_must_name_the_name(
     replica.credentials = server_credentials(files.certificate, files.key, None)
     rig.loop.run(replica.start())
     rig.names.hosts["prefill.example"] = (FIRST,)
-    rig.connect("dns:///prefill.example:PORT", credentials=channel_credentials(authority.ca, None, None))
+    access = PrefillAccess(channel_credentials(authority.ca, None, None))
+    rig.connect("dns:///prefill.example:PORT", access=access)
     if certified == "prefill.example":
         rig.ready(FIRST)
     else:

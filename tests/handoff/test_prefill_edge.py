@@ -121,8 +121,7 @@ async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20, **optio
         running_prefill_edge(
             limits=limits,
             server_limits=ServerLimits(max_message_bytes=max_message_bytes),
-            model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256),
-            max_cached_tokens=90,
+            model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256, max_cached_tokens=90),
             is_ready=False,
             **options,
         ) as edge,

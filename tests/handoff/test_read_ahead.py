@@ -15,6 +15,7 @@ from common.telemetry.timeline import Track
 from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import Accepted, KvSegment
 from decode_service.handoff.grpc_call import GrpcCall
+from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.messages import FrameArrived, StartHandoff
 from tests.handoff.homes import FAST
@@ -49,17 +50,16 @@ def call_over(stream: object, *, budget: AsyncReceiveBudget, post: Callable[[Any
         pass
 
     channel = SimpleNamespace(channel_ready=ready, stream_stream=lambda _method: lambda metadata: stream)
+    replica = SimpleNamespace(next_channel=lambda: channel, num_steps=0, pool=None)
     return GrpcCall(
         command=StartHandoff("call", "replica", (row(),)),
-        channel=cast("grpc.aio.Channel", channel),
+        replica=cast(GrpcReplica, replica),
         fingerprint=FINGERPRINT,
         codec=CODEC,
         budget=budget,
         post=post,
         timeouts=FAST,
         metadata=(),
-        num_steps=lambda: 0,
-        pool=None,
         track=Track("handoff"),
     )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.kv.kv_shard import OneDevice
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs
 from common.sampling.state import SamplingState
@@ -257,7 +258,7 @@ def test_what_recording_runs_is_made_before_it_is_waited_for() -> None:
     """
     rig = Rig()
     cpu = torch.device("cpu")
-    pool = KvPool(groups=[GROUP], max_rows=3, max_kv_tokens=16, max_tokens_per_row=16, torch_device=cpu)
+    pool = KvPool(groups=[GROUP], max_rows=3, max_kv_tokens=16, max_tokens_per_row=16, tensors=OneDevice(cpu))
     sampling_state = SamplingState(max_rows=3, vocab_size=VOCAB_SIZE, torch_device=cpu)
     future_map = FutureMap(
         device=rig.device,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import CacheKey, KvPool
 from common.kv.prefix_tree import PrefixTree
@@ -38,7 +39,7 @@ def test_a_prompt_waits_for_the_source_that_brings_most(order: Sequence[int]) ->
         max_rows=1,
         max_kv_tokens=8,
         max_tokens_per_row=8,
-        torch_device=torch.device("cpu"),
+        tensors=OneDevice(torch.device("cpu")),
         prefixes=PrefixTree(lookahead=0),
     )
     prompt = range(40)

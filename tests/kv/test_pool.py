@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.device.inline import InlineStream
 from common.device.stream import Stream
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import CacheKey, KvPool, LeaseState, RowLease
 from common.kv.prefix_tree import PrefixTree
@@ -50,7 +51,7 @@ def make_pool(
         max_rows=max_rows,
         max_kv_tokens=max_kv_tokens,
         max_tokens_per_row=max_kv_tokens,
-        torch_device=torch.device("cpu"),
+        tensors=OneDevice(torch.device("cpu")),
         prefixes=prefixes,
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.errors import StartupError
 from common.host import untouched_memory
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.service.work_beside import Stopped
@@ -35,7 +36,7 @@ def pool() -> KvPool:
         max_rows=2,
         max_kv_tokens=NUM_SLOTS,
         max_tokens_per_row=16,
-        torch_device=torch.device("cpu"),
+        tensors=OneDevice(torch.device("cpu")),
     )
 
 
@@ -114,7 +115,7 @@ def test_it_asks_for_all_its_groups_before_it_is_made(num_available: int, monkey
             max_rows=2,
             max_kv_tokens=NUM_SLOTS,
             max_tokens_per_row=16,
-            torch_device=torch.device("cpu"),
+            tensors=OneDevice(torch.device("cpu")),
         )
 
 
@@ -126,5 +127,5 @@ def test_one_that_there_is_no_room_for_names_its_setting(num_slots: int) -> None
             max_rows=2,
             max_kv_tokens=num_slots,
             max_tokens_per_row=16,
-            torch_device=torch.device("cpu"),
+            tensors=OneDevice(torch.device("cpu")),
         )

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.kv import shared_pool as shared_pool_module
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.kv.shared_kv import PoolTicket, runs_of, slots_of
@@ -61,7 +62,7 @@ def kv_pool(memory: SharedPool | None) -> KvPool:
         max_rows=4,
         max_kv_tokens=NUM_SLOTS,
         max_tokens_per_row=NUM_SLOTS,
-        torch_device=torch.device("cpu"),
+        tensors=OneDevice(torch.device("cpu")),
         memory=memory,
     )
 

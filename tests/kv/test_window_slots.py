@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from numpy.typing import NDArray
 
 from common.device.stream import NOT_YET
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec, WindowLayers
 from common.kv.pool import CacheKey, KvPool, RowLease
 from common.kv.prefix_tree import PrefixTree
@@ -50,7 +51,7 @@ def make_pool(*, lookahead: int = 0, windows: Sequence[int] = WINDOWS, window_to
         max_window_tokens=window_tokens,
         num_in_flight=NUM_IN_FLIGHT,
         max_tokens_per_row=POOL_TOKENS,
-        torch_device=torch.device("cpu"),
+        tensors=OneDevice(torch.device("cpu")),
         prefixes=PrefixTree(lookahead),
     )
 

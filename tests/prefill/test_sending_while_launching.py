@@ -20,6 +20,7 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.device.errors import DeviceLost, PieceFailed
 from common.errors import RowFailure
+from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.pool import KvPool
 from common.model.forward_program import OnLayerKv
@@ -266,7 +267,7 @@ def additions_while_layers_are_sent(num_calls: int, *, num_segments: int) -> int
         max_rows=num_calls,
         max_kv_tokens=num_calls,
         max_tokens_per_row=1,
-        torch_device=device.torch_device,
+        tensors=OneDevice(device.torch_device),
     )
     segment_bytes = int(group.layer_token_bytes)
     budget_bytes = num_calls * num_segments * segment_bytes

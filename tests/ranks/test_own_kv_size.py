@@ -19,7 +19,7 @@ from common.kv.layer_group import LayerGroupSpec, WindowLayers
 from common.kv.pool import KvPool
 from common.kv.pool_size import MemoryBeside
 from common.model.part import Part
-from common.model.target import TargetModel
+from common.model.target import TargetModel, TargetShape
 from common.ranks.leader import Ranks
 from common.ranks.own_kv import OwnKv
 from common.service.runtime import Runtime, StepMemory, memory_beside
@@ -32,7 +32,6 @@ FULL = LayerGroupSpec(name="target", num_layers=8, num_planes=2, num_heads=3, he
 WINDOW = LayerGroupSpec(name="window", num_layers=8, num_planes=2, num_heads=3, head_dim=64, dtype="float16", window=64)
 DRAFT = LayerGroupSpec(name="draft", num_layers=1, num_planes=2, num_heads=2, head_dim=64, dtype="float16")
 HEADS = [range(2), range(2, 3)]
-TARGET_ARGUMENTS: Any = {"model": nn.Module(), "backend": None, "eos_token_ids": (), "dtype": torch.float16}
 
 
 class RanksOnGpus(Ranks):
@@ -46,17 +45,19 @@ class RanksOnGpus(Ranks):
 def runtime_of(*, has_own_kv: bool) -> Runtime:
     """Returns the runtime of a model with 3 KV heads on two GPUs, the first of which has 2 of them in its own pool."""
     part = Part(0, 2, NoCollective(), has_own_kv=has_own_kv)
-    model = TargetModel(
+    shape = TargetShape(
         layer_group=FULL,
         windows=(WindowLayers(WINDOW, tuple(range(8, 16))),),
         kv_heads=[HEADS, HEADS],
         hidden_size=64,
         vocab_size=100,
         max_context_tokens=CONTEXT,
+        eos_token_ids=(),
+        dtype=torch.float16,
         torch_device=GPUS[0],
-        part=part,
-        **TARGET_ARGUMENTS,
     )
+    backend: Any = None
+    model = TargetModel(model=nn.Module(), backend=backend, shape=shape, part=part)
     memory = DeviceMemory(total_bytes=80 * GIB, free_bytes=40 * GIB, held_bytes=GIB)
     unused: Any = dict.fromkeys(Runtime.__dataclass_fields__)
     return Runtime(
@@ -104,6 +105,8 @@ def test_room_is_left_for_the_tables_that_a_recorded_step_sends(has_own_kv: bool
 
 
 class TensorsOnGpus(PoolTensors):
+    torch_device = GPUS[0]
+
     def __init__(self, kv: OwnKv) -> None:
         self._kv = kv
 
@@ -132,6 +135,5 @@ def test_a_shard_without_room_is_named_with_its_device(monkeypatch: pytest.Monke
             max_rows=1,
             max_kv_tokens=num_tokens,
             max_tokens_per_row=16,
-            torch_device=GPUS[0],
             tensors=TensorsOnGpus(OwnKv(SharedTensors(), group, GPUS)),
         )

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from baton import Client, Tls, errors
 from common.errors import ConfigError, PrefillUnavailable
 from common.rpc.tls import channel_credentials, server_credentials
+from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.messages import Replica, StartHandoff
 from tests.handoff.samples import prebuilt, row
@@ -41,7 +42,7 @@ class Rig:
         return edge.address
 
     def look(self, address: str, credentials: grpc.ChannelCredentials | None) -> tuple[RecordingDecode, GrpcTransport]:
-        decode, transport = self.loop.run(looking_at(address, credentials=credentials))
+        decode, transport = self.loop.run(looking_at(address, access=PrefillAccess(credentials)))
         self._closings.append(lambda: self.loop.run(transport.close()))
         return decode, transport
 

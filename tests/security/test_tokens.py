@@ -25,6 +25,7 @@ from common.errors import ConfigError
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.service.server import ServiceServer
 from decode_service.handoff.grpc_call import error_info
+from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.messages import Replica
 from tests.decode_edge.edge_under_test import running_edge
 from tests.security.transports import looking_at
@@ -99,7 +100,8 @@ async def test_two_tokens_at_once_are_none(decode: str) -> None:
 
 async def looked_at(prefill: str, token: str | None) -> Replica:
     """Returns the state in which a decode service that sends `token` sees the prefill service."""
-    decode, transport = await looking_at(prefill, metadata=() if token is None else authorization(token))
+    shown = () if token is None else authorization(token)
+    decode, transport = await looking_at(prefill, access=PrefillAccess(None, shown))
 
     def is_looked_at(replica: Replica) -> bool:
         return "not looked" not in str(replica.error)

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import typer
 
 from baton.cli.plan import plan
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, FailedPrecondition, Unauthenticated, Unavailable
@@ -187,7 +188,9 @@ def test_no_number_is_wanted_where_a_service_missed_the_last_look_alone() -> Non
 
 def test_the_command_prints_no_wanted_number_while_advice_is_held(capsys: pytest.CaptureFixture[str]) -> None:
     (nobody,) = free_ports(1)
-    plan([f"127.0.0.1:{nobody}"], window_s=0.4, interval_s=0.05)
+    with pytest.raises(typer.Exit) as ended:
+        plan([f"127.0.0.1:{nobody}"], window_s=0.4, interval_s=0.05)
+    assert ended.value.exit_code == 1
     printed = capsys.readouterr().out
     assert "prefill: 0 now; busy" in printed and "no change is advised now: not every service answered" in printed
     assert "wanted" not in printed

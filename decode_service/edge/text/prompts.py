@@ -40,7 +40,7 @@ class Prompts:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         render_cpu_s: float = RENDER_CPU_S,
     ) -> None:
-        self._encoder = tokenizer
+        self.tokenizer = tokenizer
         self._limits = limits
         self._max_tokens = MAX_CONTEXTS * limits.max_context_tokens
         self._max_bytes = self._max_tokens * tokenizer.longest_token_bytes
@@ -88,7 +88,7 @@ class Prompts:
         return await self._threads.run("spell", partial(self._spell, texts), num_bytes=num_bytes)
 
     def _spell(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        return tuple(dict.fromkeys(sequence for text in texts for sequence in self._encoder.spellings(text)))
+        return tuple(dict.fromkeys(sequence for text in texts for sequence in self.tokenizer.spellings(text)))
 
     async def _render(self, chat: ChatPrompt) -> str:
         num_bytes = self._num_bytes(*(text for message in chat.messages for text in message.texts), *chat.options.texts)
@@ -101,7 +101,9 @@ class Prompts:
 
     async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool) -> Sequence[int]:
         num_bytes = self._num_bytes(text)
-        work = partial(self._encoder.encode, text, max_tokens=self._max_tokens, adds_special_tokens=adds_special_tokens)
+        work = partial(
+            self.tokenizer.encode, text, max_tokens=self._max_tokens, adds_special_tokens=adds_special_tokens
+        )
         try:
             token_ids = await self._threads.run(name, work, num_bytes=num_bytes)
         except TextTooLong as error:
