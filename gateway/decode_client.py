@@ -11,7 +11,7 @@ from common.config.gateway_settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 from common.rpc.bearer_tokens import read_tokens
 
-_RPC_TIMEOUT_S = 5.0
+RPC_TIMEOUT_S = 5.0
 _TLS_FILES = ("ca_file", "cert_file", "key_file")
 
 _log = structlog.get_logger(__name__)
@@ -30,7 +30,7 @@ def open_decode_client(settings: GatewaySettings) -> AsyncClient:
             ",".join(settings.decode),
             tls=decode_tls(settings),
             token=token,
-            rpc_timeout_s=_RPC_TIMEOUT_S,
+            rpc_timeout_s=RPC_TIMEOUT_S,
             resume=True,
             resume_timeout_s=settings.resume_timeout_s,
             admission_timeout_s=settings.admission_timeout_s,

@@ -24,7 +24,7 @@ _RELAYS_METHODS = {
     "resolve_forward_inputs",
     "bootstrap",
 }
-_NEUTRAL_DEVICE_MODULES = {f"common.device.{name}" for name in ("stream", "cell", "errors", "upload", "across")}
+_NEUTRAL_DEVICE_MODULES = {f"common.device.{name}" for name in ("stream", "cell", "errors", "upload")}
 
 Finder = Callable[[str], list[int]]
 """Returns the numbers of the lines of a source text that do something."""

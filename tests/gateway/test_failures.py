@@ -245,7 +245,7 @@ def test_a_body_that_still_comes_when_the_gateway_stops_is_told(loop: LoopThread
 def test_a_decode_service_that_does_not_tokenise_in_time_is_unavailable(
     loop: LoopThread, scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_client, "_RPC_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(decode_client, "RPC_TIMEOUT_S", 2.0)
     scripted.inference.tokenizing_s = BOUND_S
     with gateway_here(loop, scripted.address) as here:
         answer = here.ask("POST", "/tokenize", {"prompt": "a"})
