@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+_LOOK_S = 0.2
+"""How often a waiting main thread looks for interrupts: one that came just before its wait began does not end it."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -39,7 +41,12 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
             _thread.start_new_thread(run, ())
         except RuntimeError:  # no thread can start: there are too many, or the interpreter ends
             return function(*args, **kwargs)
-        result, error = outcomes.get()
+        while True:
+            try:
+                result, error = outcomes.get(timeout=_LOOK_S)
+                break
+            except queue.Empty:
+                pass
         if error is None:
             return result  # type: ignore[return-value]
         try:
