@@ -53,19 +53,25 @@ class ChatPrompt:
     def served_by(self, card: ModelCard, ignored: list[str]) -> ChatPrompt:
         """Returns the prompt for this model. Adds the fields that mean nothing to it to `ignored`."""
         reasons = card.output_format.reasoning is not None
-        told = {name: value for wish in self.wishes for name, value in wish.variables.items()}
+        heeded = tuple(wish for wish in self.wishes if wish.is_heeded(card.template_variables, reasons=reasons))
+        ignored += sorted(wish.field for wish in self.wishes if wish not in heeded)
+        told = {name: value for wish in heeded for name, value in wish.variables.items()}
         told = {name: value for name, value in told.items() if name in card.template_variables}
         others = {name: value for name, value in self.variables.items() if name not in TEMPLATE_VARIABLES}
-        ignored += sorted(
-            wish.field for wish in self.wishes if not wish.is_heeded(card.template_variables, reasons=reasons)
-        )
-        return replace(self, variables={**told, **others})
+        return replace(self, variables={**told, **others}, wishes=heeded)
 
     @property
     def params_of_wishes(self) -> dict[str, str]:
-        """The request's field to name in an error about variables of the template, if it has no other of them."""
-        fields = [wish.field for wish in self.wishes if wish.variables]
-        return {} if self.variables or not fields else {"chat.chat_template_kwargs": fields[0]}
+        """The request's fields to name in errors about the limit on reasoning, and about variables of the template if
+        it has no other of them.
+        """
+        params: dict[str, str] = {}
+        for wish in self.wishes:
+            if wish.max_tokens is not None:
+                params |= dict.fromkeys(("sampling.reasoning.max_tokens", "sampling.reasoning.end"), wish.field)
+            if wish.variables and not self.variables:
+                params["chat.chat_template_kwargs"] = wish.field
+        return params
 
     @property
     def arguments(self) -> dict[str, Any]:

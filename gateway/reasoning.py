@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.errors import invalid
 from gateway.grammar_fields import StrictFields, without_null
@@ -26,6 +26,12 @@ class Thinking(StrictFields):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: NumTokens | None = None
     display: Literal["summarized", "omitted"] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type == "disabled" and self.budget_tokens is not None:
+            raise ValueError("disabled has no budget_tokens")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,25 @@ class ReasoningWish:
             len({self.max_tokens, other.max_tokens} - {None}) > 1
             or len({self.switch, other.switch} - {None}) > 1
             or any(self.variables[name] != other.variables[name] for name in both)
+            or (self._forbids and other._asks)
+            or (self._asks and other._forbids)
         )
+
+    @property
+    def _forbids(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def _asks(self) -> bool:
+        return bool(self.switch) or "reasoning_effort" in self.variables
+
+    def below(self, given: Mapping[str, Any]) -> ReasoningWish:
+        """Returns what is left of the wish beside variables that are `given` and count more."""
+        taken = {*given, *_SWITCHES} if given.keys() & {*_SWITCHES} else {*given}
+        variables = {name: value for name, value in self.variables.items() if name not in taken}
+        if self.switch is None or taken.isdisjoint(_SWITCHES):
+            return replace(self, variables=variables)
+        return replace(self, variables=variables, max_tokens=self.max_tokens or None, switch=None)
 
     def is_heeded(self, variables: Set[str], *, reasons: bool) -> bool:
         """Whether a model does what the field says, if its chat template reads `variables`, and if it reasons."""
@@ -104,6 +128,11 @@ class ReasoningFields(StrictFields):
     thinking_token_budget: NumTokens | None = None
     thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
 
+    @property
+    def hides_reasoning(self) -> bool:
+        """Whether the answer shall leave the reasoning out."""
+        return self.reasoning.exclude or (self.thinking is not None and self.thinking.display == "omitted")
+
     def wishes(self, *others: ReasoningWish) -> tuple[ReasoningWish, ...]:
         """Returns what these fields, and `others`, say about reasoning. Raises ApiError if two differ."""
         options = self.reasoning
@@ -128,6 +157,6 @@ def wishes_of(kwargs: Mapping[str, Any] | None, *wishes: ReasoningWish) -> tuple
     for later, earlier in ((wishes[i], wishes[j]) for i in range(len(wishes)) for j in range(i)):
         if later.differs_from(earlier):
             raise invalid(later.field, f"differs from {earlier.field}")
-    fields = [replace(each, variables={k: v for k, v in each.variables.items() if k not in given}) for each in wishes]
+    fields = [each.below(given) for each in wishes]
     templates = [ReasoningWish(f"chat_template_kwargs.{k}", {k: given[k]}) for k in TEMPLATE_VARIABLES if k in given]
     return tuple(each for each in (*fields, *templates) if each.is_any)

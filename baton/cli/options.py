@@ -161,7 +161,7 @@ def all_of(given: list[str]) -> list[str]:
     """Returns the addresses that were given, of which each option may name several. Raises BadParameter if one is there
     twice.
     """
-    addresses = [address for each in given for address in each.split(",")]
+    addresses = [address for each in given for part in each.split(",") if (address := part.strip())]
     if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
         raise typer.BadParameter(f"{twice[0]} is named twice", param_hint="--address")
     return addresses

@@ -62,8 +62,7 @@ class Generation:
 
     `timeout_s` covers all calls together. After a break, new calls are made until `resume_timeout_s` has passed without
     an event; None means that no call follows. A server that accepts the request again counts as an event, unless it
-    finds no prefill service for it. Before the first event, `admission_timeout_s` applies instead, unless it
-    is None.
+    finds no prefill service for it. Before the first event, `admission_timeout_s` applies instead, unless it is None.
 
     A new call follows UNAVAILABLE, and CANCELLED without an ErrorInfo reason. After one break, a new call also follows
     refusals that the break may have caused: the queue is full, or the server that lost the connection still holds the

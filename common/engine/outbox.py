@@ -28,11 +28,7 @@ class Outbox(Generic[EventT]):
         self._events += events
 
     def hand_over(self) -> None:
-        """Passes the collected events to `deliver`.
-
-        Call this just before the engine waits, so that events do not wait too, and when the engine ends. Do not call it
-        earlier: the edge's thread would compete for the interpreter while a forward is still to be launched.
-        """
+        """Passes the collected events to `deliver`. The edge's thread then competes for the interpreter."""
         if self._deliver is not None and self._events:
             with self._track.span("deliver", events=len(self._events)):
                 self._deliver(self._taken())

@@ -65,6 +65,7 @@ from decode_service.schedule.shares import Shares
 from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
+from decode_service.speculate.spec_info import SpecInfo
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -106,7 +107,8 @@ class DecodeEngine:
         self._depth = depth
         levels = () if depth is None else depth.levels
         assert (parts.draft is None) == (not levels)
-        assert config.spec_info is None or levels[-1].num_slots == config.num_step_slots
+        deepest = levels[-1] if levels else SpecInfo.chain(0)
+        assert (deepest.num_slots, deepest.num_steps) == (config.num_step_slots, config.max_depth)
         self.pool = KvPool(
             groups=parts.layer_groups,
             windows=parts.model.windows,
@@ -227,8 +229,8 @@ class DecodeEngine:
                     sealed = self._seal(launched)
                 if launched is not None or self._in_flight is not None:
                     self._num_steps += 1
-                first = self._in_flight or sealed
-                self._use_wait(None if first is None else first.end)
+                ends = [step.end for step in (self._in_flight, sealed) if step is not None]
+                self._use_wait(ends[0] if ends else None)
                 # Chunks that run before the next step would hold up this step's results.
                 waits_for_next = self._device.runs_pieces_beside and not has_chunks
                 self._finish(self._in_flight, followed_by=launched if waits_for_next else None)
@@ -250,8 +252,9 @@ class DecodeEngine:
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def _use_wait(self, until: StreamEvent | None) -> None:
-        """Does what need not delay a launch, before the engine waits for `until`: hands events over, and starts copies
-        of received segments that wait for this thread. It starts one, and more until the event; None: only one.
+        """Does what need not delay a launch, before the engine waits for `until`: hands events over, since the edge's
+        thread competes for the interpreter, and starts copies of received segments that wait for this thread. It starts
+        one, and more until the event; None: only one.
         """
         self._outbox.hand_over()
         if self._landing.has_waiting:

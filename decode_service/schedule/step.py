@@ -2,7 +2,7 @@
 
 LaunchedStep ──seal──▶ SealedStep ──await_end──▶ EndedStep
 
-Each state has all that the one before it has. What can be read only in a later state is not there before.
+Each state has all that the one before it has. Results and figures can be read from an EndedStep only.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class ChunksInFlight:
 class EdgeCalls:
     """What the engine calls on the edge during a long launch.
 
-    `deliver` gets events; without it steps return them. `returned` returns the BytesSent that came since the step
-    began, so that a launch can send more.
+    `deliver` gets the events that there are then; a step returns the others. `returned` returns the BytesSent that came
+    since the step began, so that a launch can send more.
     """
 
     deliver: Callable[[Sequence[Event]], None] | None = None

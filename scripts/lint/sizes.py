@@ -18,7 +18,7 @@ _FOLDERS = ("common", "decode_service", "prefill_service")
 KERNEL = "a kernel: Triton compiles it as one function"
 WIRING = "builds its parts one after the other"
 REASONS = {
-    "common/attention/triton_attention.py:_PagedPlan._attend_rows": "chooses a kernel's parameters and launches it, in order",
+    "common/attention/triton_attention.py:_PagedPlan._attend_rows": "chooses a kernel's parameters and launches it",
     "common/attention/triton_kernels.py:attend": KERNEL,
     "common/model/layers_triton.py:multiply": KERNEL,
     "common/model/loader.py:target_of": "changes a model step by step, each of which needs the one before",

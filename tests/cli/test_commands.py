@@ -381,6 +381,7 @@ def test_plan_says_what_it_watches_before_it_looks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plan, "sample_loads", looked)
     result = run("plan", "-a", "h:1", "-a", "h:2", "--window-s", "30")
     assert result.stderr == "watching for 30 s: h:1, h:2\nUNAVAILABLE: looked at ['h:1', 'h:2']\n"
+    assert run("plan", "-a", "h:1, h:2,", "--window-s", "30").stderr == result.stderr
     assert len(json_lines(run("plan", "-a", "h:1", "--json"))) == 1
     assert "h:1 is named twice" in run("plan", "-a", "h:1", "-a", "h:1").stderr
 

@@ -384,6 +384,25 @@ def test_servers_that_have_no_prefill_service_are_asked_for_no_longer_than_other
         generation.pause_s_after(errors.Unavailable("none is ready", reason="NO_PREFILL"))
 
 
+def test_the_time_to_give_up_begins_anew_once_for_each_server_that_accepted_the_request() -> None:
+    now_s, lost = 0.0, errors.Unavailable("lost")
+    generation = Generation(
+        inference_pb2.GenerateRequest(), timeout_s=None, resume_timeout_s=10.0, clock=lambda: now_s, jitter=lambda: 1.0
+    )
+    generation.next_call()
+    generation.accept(started())
+    generation.pause_s_after(lost)
+    generation.next_call()
+    generation.accept(started())
+    now_s = 100.0
+    generation.pause_s_after(lost)
+    now_s = 106.0
+    generation.pause_s_after(lost)
+    now_s = 112.0
+    with pytest.raises(errors.Unavailable):
+        generation.pause_s_after(lost)
+
+
 def test_pauses_grow_to_a_bound_and_begin_anew_with_each_event() -> None:
     now_s = 0.0
     generation = Generation(

@@ -319,6 +319,7 @@ def test_two_keys_at_a_time_open_nothing(locked: GatewayHere, other: bytes) -> N
         b"authorization: Bearer first-key\r\nauthorization: Bearer " + other + b"\r\n\r\n"
     )
     assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+    assert "more than one API key" in answer.error["message"]
 
 
 @pytest.mark.parametrize("shown", [{}, {"authorization": "Basic first-key"}, {"authorization": "first-key"}])

@@ -173,6 +173,7 @@ def test_what_says_how_to_reason_is_left_out_and_named_where_it_means_nothing(
         ({"reasoning": {"enabled": True}}, {"thinking": True}, None),
         ({"reasoning": {"enabled": False}}, {"thinking": False}, 0),
         ({"enable_thinking": True, "chat_template_kwargs": {"thinking": "a lot"}}, {"thinking": "a lot"}, None),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, {"thinking": True}, None),
     ],
 )
 def test_what_says_how_to_reason_reaches_a_template_that_reads_it(
@@ -233,6 +234,16 @@ def test_reasoning_may_be_left_out_of_the_answer(edge: GatewayHere) -> None:
     assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
     assert streamed(edge, include_reasoning=False) == {"content": "Yes."}
     assert streamed(edge, reasoning={"exclude": True}) == {"content": "Yes."}
+    assert streamed(edge, thinking={"type": "adaptive", "display": "omitted"}) == {"content": "Yes."}
+
+
+@pytest.mark.usefixtures("reasons")
+def test_reasoning_may_be_left_out_of_a_response(edge: GatewayHere) -> None:
+    body = {"model": "demo", "input": "hi", "reasoning": {"exclude": True}}
+    assert [item["type"] for item in edge.ask("POST", "/v1/responses", body).json["output"]] == ["message"]
+    with edge.openai().responses.stream(input="hi", model="demo", extra_body=body) as stream:
+        assert not [event.type for event in stream if "reasoning" in event.type]
+        assert [item.type for item in stream.get_final_response().output] == ["message"]
 
 
 def test_the_text_of_chats_has_the_markers_that_are_special_tokens(edge: GatewayHere, reasons: ScriptedServer) -> None:

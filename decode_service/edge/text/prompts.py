@@ -70,6 +70,7 @@ class Prompts:
         A text may have more tokens than the model's context, so that an error can tell how many there are. It is
         refused as soon as it is clear that it has more than MAX_CONTEXTS times as many. `adds_special_tokens` says
         whether the tokenizer adds its special tokens; None means that it does for a text, and not for a chat.
+        `check_lengths` must follow where the prompt has to fit.
         """
         match prompt:
             case TokenIdsPrompt(token_ids):
