@@ -1,4 +1,6 @@
-"""Limits on the time and memory that one HTTP client can take."""
+"""Limits on the time and memory that one HTTP client can take: by its connections, its prompts, and what its answers
+keep until their end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The settings of a training run."""
+"""The settings of a training run, and its learning rates: warm-up, constant, linear decay. Only the decay depends on
+the run's length.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One Handoff call: sends rows to a prefill replica over one connection and receives their KV."""
+"""One Handoff call: sends rows to a prefill replica over one connection and receives their KV. A call that fails loses
+its rows with the error that its gRPC status means.
+"""
 
 from __future__ import annotations
 

@@ -426,8 +426,8 @@ class InProcessPair:
         self._step_prefill()
 
     def finish_prefill(self, *, bound_s: float = 60.0) -> None:
-        """Hands off all submitted requests, and lets prefill compute them before decode takes its next step. The step
-        after that one merges all of them, as far as budgets let their KV through.
+        """Hands off all submitted requests, lets prefill compute them, and lets decode take their KV, as far as budgets
+        let it through. Decode's next step merges all of them.
         """
         self.step_decode()
         give_up_s = time.monotonic() + bound_s
