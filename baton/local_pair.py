@@ -38,7 +38,7 @@ _MISMATCH = "FINGERPRINT_MISMATCH"
 _READ_LOGS = {"log-format": "json"}  # overrides the environment, because the logs are parsed here
 
 
-class Phase(Enum):
+class ProcessPhase(Enum):
     """The state of a process, according to its health check."""
 
     STARTING = "starting"
@@ -46,7 +46,7 @@ class Phase(Enum):
     READY = "ready"
 
 
-OnPhase = Callable[[ServiceProcess, Phase, str], None]
+OnPhase = Callable[[ServiceProcess, ProcessPhase, str], None]
 """A callback that receives the new phase of a process. The text says why a live process is not ready: what it
 waits for while it starts, later what it says itself; "" if unknown.
 """
@@ -180,7 +180,7 @@ class LocalPair:
         deadline = time.monotonic() + self._start_timeout_s
         idle = threading.Event()
         with self.watch() as watch:
-            while waiting := [process for process, phase in watch.phases.items() if phase is not Phase.READY]:
+            while waiting := [process for process, phase in watch.phases.items() if phase is not ProcessPhase.READY]:
                 self.check()
                 watch.read_logs()
                 for process in waiting:
@@ -264,11 +264,11 @@ class PairWatch:
     """
 
     def __init__(self, logs: Mapping[ServiceProcess, ServiceLog], on_phase: OnPhase, on_words: OnWords) -> None:
-        self.phases = dict.fromkeys(logs, Phase.STARTING)
+        self.phases = dict.fromkeys(logs, ProcessPhase.STARTING)
         self._logs = logs
         self._on_phase = on_phase
         self._on_words = on_words
-        self._healths: dict[ServiceProcess, _Health] = {
+        self._healths: dict[ServiceProcess, _ProcessHealth] = {
             process: _HttpHealth(process) if process.role == "gateway" else _GrpcHealth(process) for process in logs
         }
 
@@ -278,15 +278,15 @@ class PairWatch:
                 self._on_words(process, words)
 
     def look_at(self, process: ServiceProcess) -> None:
-        phase = self._healths[process].phase() if process.is_running else Phase.STARTING
+        phase = self._healths[process].phase() if process.is_running else ProcessPhase.STARTING
         before = self.phases[process]
         if phase is not before:
             self.phases[process] = phase
-            self._on_phase(process, phase, self._why(process, before) if phase is Phase.ALIVE else "")
+            self._on_phase(process, phase, self._why(process, before) if phase is ProcessPhase.ALIVE else "")
 
     def require_agreement(self, process: ServiceProcess) -> None:
         """Raises PairMismatch when the decode service has found that no prefill service can ever serve it."""
-        if self.phases[process] is Phase.ALIVE:
+        if self.phases[process] is ProcessPhase.ALIVE:
             difference = self._healths[process].mismatch()
             if difference:
                 raise PairMismatch(f"{process.name}: {difference}; its log: {process.log_file}", reason=_MISMATCH)
@@ -295,13 +295,13 @@ class PairWatch:
         """Returns why the process is not ready, or "" if it has not said."""
         return self._healths[process].why_not_ready()
 
-    def _why(self, process: ServiceProcess, before: Phase) -> str:
+    def _why(self, process: ServiceProcess, before: ProcessPhase) -> str:
         """Returns why a process is not ready whose phase was `before`.
 
         One that starts waits for others that start. It would say that it cannot reach them, as if something were wrong.
         """
         awaited = [other.name for other in self.phases if other.role == _AWAITS.get(process.role)]
-        if before is Phase.STARTING and awaited:
+        if before is ProcessPhase.STARTING and awaited:
             return f"waits for {' or '.join(awaited)}"
         return self.why_not_ready(process)
 
@@ -313,8 +313,8 @@ class PairWatch:
             health.close()
 
 
-class _Health(Protocol):
-    def phase(self) -> Phase: ...
+class _ProcessHealth(Protocol):
+    def phase(self) -> ProcessPhase: ...
 
     def why_not_ready(self) -> str: ...
 
@@ -331,13 +331,13 @@ class _GrpcHealth:
         self._client = Client(process.address, rpc_timeout_s=HEALTH_TIMEOUT_S, channel_overrides=reconnect_at_once)
         self._role = process.role
 
-    def phase(self) -> Phase:
+    def phase(self) -> ProcessPhase:
         try:
             if self._client.health(READY_SERVICE[self._role]) is HealthStatus.SERVING:
-                return Phase.READY
-            return Phase.ALIVE
+                return ProcessPhase.READY
+            return ProcessPhase.ALIVE
         except BatonError:
-            return Phase.STARTING
+            return ProcessPhase.STARTING
 
     def why_not_ready(self) -> str:
         return "; ".join(reason for reason, _ in self._reasons() if reason)
@@ -373,16 +373,16 @@ class _HttpHealth:
         self._why_not_ready = ""
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def phase(self) -> Phase:
+    def phase(self) -> ProcessPhase:
         try:
             with self._opener.open(self._url, timeout=GATEWAY_HEALTH_TIMEOUT_S) as response:
-                return Phase.READY if response.status == HTTPStatus.OK else Phase.ALIVE
+                return ProcessPhase.READY if response.status == HTTPStatus.OK else ProcessPhase.ALIVE
         except urllib.error.HTTPError as refusal:
             with refusal, suppress(OSError, http.client.HTTPException, ValueError, TypeError, LookupError):
                 self._why_not_ready = peer_text(str(json.load(refusal)["reason"]))
-            return Phase.ALIVE
+            return ProcessPhase.ALIVE
         except (OSError, http.client.HTTPException, ValueError):
-            return Phase.STARTING
+            return ProcessPhase.STARTING
 
     def why_not_ready(self) -> str:
         return self._why_not_ready

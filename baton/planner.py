@@ -114,7 +114,7 @@ def advise(
     notes = list(missing)
     times = [each.at_s for services in (prefill, decode) for samples in services.values() for each in samples]
     begin_s, end_s = min(times, default=0.0), max(times, default=0.0)
-    parts = _Parts(begin_s, end_s)
+    parts = _WindowParts(begin_s, end_s)
     holds = _why_hold(prefill, decode, missing)
     rate = _tokens_per_busy_s(prefill)
     if prefill and rate is None and any(each.num_uncomputed_tokens for samples in prefill.values() for each in samples):
@@ -146,7 +146,7 @@ def advise(
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _WindowParts:
     """The parts of a window from `begin_s` to `end_s`, of equal length."""
 
     begin_s: float

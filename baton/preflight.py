@@ -12,7 +12,7 @@ from baton.errors import FailedPrecondition, InvalidArgument
 from baton.local_pair import LocalPair
 from baton.service_process import TLS_SETTINGS, ServiceProcess
 from common.addresses import why_not_listen
-from common.checkpoints.cache import Progress
+from common.checkpoints.cache import OnProgress
 from common.checkpoints.draft_source import check_draft, resolve_draft
 from common.checkpoints.source import check_model, resolve_model
 from common.config.gateway_settings import GatewaySettings
@@ -59,7 +59,7 @@ def check_pair(pair: LocalPair) -> PairSettings:
     return PairSettings(prefill, decode)
 
 
-def fetch_models(settings: PairSettings, progress: Progress) -> None:
+def fetch_models(settings: PairSettings, progress: OnProgress) -> None:
     """Fetches the models and draft heads that the services will load. Raises FailedPrecondition if that fails."""
     try:
         for model, dtype in {(each.model, each.dtype) for each in (settings.prefill, settings.decode)}:

@@ -66,15 +66,15 @@ def running_pairs() -> list[str]:
     return [",".join(pair.decode) for pair in sorted(_read_pairs(), reverse=True)]
 
 
-class _Pair(NamedTuple):
+class _AnnouncedPair(NamedTuple):
     announced_ns: int
     decode: list[str]
     ports: list[int]
 
 
-def _read_pairs() -> list[_Pair]:
+def _read_pairs() -> list[_AnnouncedPair]:
     """Returns the announced pairs that still run, in no order, and removes the files of those that have ended."""
-    found: list[_Pair] = []
+    found: list[_AnnouncedPair] = []
     with suppress(OSError):
         directory = _directory()
         if directory.stat().st_uid != os.getuid():
@@ -84,7 +84,7 @@ def _read_pairs() -> list[_Pair]:
                 if _is_leftover(file.fileno()):
                     path.unlink()
                 else:
-                    found.append(_Pair(path.stat().st_mtime_ns, **json.load(file)))
+                    found.append(_AnnouncedPair(path.stat().st_mtime_ns, **json.load(file)))
     return found
 
 

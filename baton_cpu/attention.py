@@ -63,10 +63,10 @@ class PagedCpuAttention:
     def plan(self, batch: ForwardInput) -> AttentionPlan:
         if max(batch.extend_lens or (1,), default=1) > MAX_QUERIES:
             return ExtendPlan(with_kv_heads(batch, self._kv_heads))
-        return _PagedPlan(batch, self._kernels[batch.kv.dtype], self._numbers, self._kv_heads.start)
+        return _KernelPlan(batch, self._kernels[batch.kv.dtype], self._numbers, self._kv_heads.start)
 
 
-class _PagedPlan:
+class _KernelPlan:
     def __init__(self, batch: ForwardInput, kernel: Kernel, numbers: NumberFormat, first_kv_head: int) -> None:
         self._kernel = kernel
         self._first_kv_head = first_kv_head
@@ -205,7 +205,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv, one layer of the pool,
         [2, slots, heads, head_dim], of which the layer has those from `first_kv_head` on; starts [B + 1]: the queries
         of row b are starts[b] .. starts[b + 1] - 1. `num_masked` comes from `attended_tokens`, `attended` and `firsts`
-        from `_PagedPlan`. The other arguments are those of ForwardInput, with all indices int64.
+        from `_KernelPlan`. The other arguments are those of ForwardInput, with all indices int64.
         """
         num_queries = 1
         for b in range(starts.shape[0] - 1):

@@ -34,7 +34,7 @@ from decode_service import messages as decode
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servicer
-from prefill_service.edge.row_checks import ModelLimits
+from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command
@@ -129,7 +129,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         servicer = PrefillServicer(
             engine=inbox,
             fingerprint=shape.fingerprint,
-            model_limits=ModelLimits(vocab_size=_VOCAB_SIZE, max_context_tokens=shape.max_context_tokens),
+            model_limits=ReplicaLimits(vocab_size=_VOCAB_SIZE, max_context_tokens=shape.max_context_tokens),
             instance_id="benchmark",
             limits=HandoffLimits(),
             shared_pool=lent.pool,

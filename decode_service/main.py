@@ -1,6 +1,6 @@
 """Assembles the decode service from its parts.
 
-gRPC server ─▶ InferenceServicer ─▶ OpenRequests ─post─▶ EngineInbox ─▶ DecodeEngine ─deliver─▶ EventRouter
+gRPC server ─▶ InferenceServicer ─▶ AllLiveRequests ─post─▶ EngineInbox ─▶ DecodeEngine ─deliver─▶ EventRouter
                                         ▲                    ▲                                    │  │
                                         └──────────── requests' events ───────────────────────────┘  │
                                                   reports ───┴──── GrpcTransport ◀── handoffs ───────┘
@@ -31,7 +31,7 @@ from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
 from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
-from common.service.server import Server
+from common.service.server import FrontServer
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
@@ -42,7 +42,7 @@ from common.text.tokenizer import TextTokenizer
 from decode_service.edge.assembly import EdgePlan, opened_edge
 from decode_service.edge.decode_edge import DecodeEdge
 from decode_service.edge.event_router import EventRouter
-from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, OpenRequests
+from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, AllLiveRequests
 from decode_service.edge.matchers import MatchersHere, Replay
 from decode_service.edge.model_info import model_info
 from decode_service.edge.processes.edges import EdgeProcesses
@@ -137,8 +137,8 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         def new_matchers(replay: Replay) -> MatchersHere:
             return MatchersHere(new_matcher=compiler.matcher, replay=replay, vocab_size=limits.vocab_size)
 
-        live_requests: OpenRequests
-        server: Server
+        live_requests: AllLiveRequests
+        server: FrontServer
         if num_edges:
             threads = TextThreads(timeline=None, max_bytes=MAX_WAITING_BYTES)
             stack.callback(threads.shut_down)

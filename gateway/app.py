@@ -24,17 +24,17 @@ from gateway.apis.chat import CHAT
 from gateway.apis.completions import COMPLETIONS
 from gateway.apis.messages import MESSAGES, ConversationFields
 from gateway.apis.responses import RESPONSES
-from gateway.edge import Edge, HostCheck, KeyCheck
+from gateway.edge import HostCheck, HttpEdge, KeyCheck
 from gateway.errors import ApiError, api_error_of, internal
 from gateway.fields import RequestFields
 from gateway.generation import GenerationEndpoint
-from gateway.health import Health
+from gateway.health import GatewayHealth
 from gateway.limits import HttpLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
 from gateway.openapi import openapi_document
 from gateway.post_endpoint import PostParts
-from gateway.request_record import COUNT_TOKENS_PATH, TOKENIZER_INFO_PATH, RequestRecord
+from gateway.request_record import COUNT_TOKENS_PATH, TOKENIZER_INFO_PATH, HttpRecord
 from gateway.sending import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
@@ -73,7 +73,7 @@ def build_app(
     """
     metrics = GatewayMetrics(registry)
     metrics.watch_requests(num_open=lambda: len(open_requests), num_reading=lambda: open_requests.num_reading)
-    health = Health(client, open_requests=open_requests)
+    health = GatewayHealth(client, open_requests=open_requests)
 
     parts = PostParts(served_model=served_model, open_requests=open_requests, metrics=metrics, limits=limits)
     tokenizing = Tokenizing(client)
@@ -139,7 +139,7 @@ def build_app(
     checked: ASGIApp = KeyCheck(TracedApp(app, tracer=tracer), api_keys=api_keys, covers_status=status_needs_key)
     checked = _for_origins(checked, cors_origins) if cors_origins else checked
     checked = checked if "*" in allowed_hosts else HostCheck(checked, allowed=allowed_hosts)
-    return Edge(checked, metrics=metrics)
+    return HttpEdge(checked, metrics=metrics)
 
 
 def _for_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -206,6 +206,6 @@ async def _on_mistake(request: Request, _error: Exception) -> Response:
 
 
 def _refused(request: Request, error: ApiError) -> Response:
-    record: RequestRecord = request.scope["state"]["record"]
+    record: HttpRecord = request.scope["state"]["record"]
     record.error = error
     return error_response(error, record)

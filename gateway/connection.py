@@ -24,11 +24,11 @@ _log = structlog.get_logger(__name__)
 def bounded_connections(limits: HttpLimits, connections: OpenConnections) -> type[H11Protocol]:
     """Returns the protocol class that uvicorn instantiates for each connection."""
 
-    class BoundedConnection(_BoundedConnection):
+    class LimitedConnection(_BoundedConnection):
         http_limits = limits
         open_connections = connections
 
-    return BoundedConnection
+    return LimitedConnection
 
 
 class _BoundedConnection(H11Protocol):

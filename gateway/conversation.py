@@ -47,7 +47,7 @@ def at_most(num: int) -> BeforeValidator:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """A chat message, and the places in the request of the message and of its calls."""
 
     message: ChatMessage
@@ -55,7 +55,7 @@ class Turn:
     calls: tuple[str, ...] = ()
 
 
-def joined(turns: Iterable[Turn], *, roles: Set[str]) -> Iterator[Turn]:
+def joined(turns: Iterable[ChatTurn], *, roles: Set[str]) -> Iterator[ChatTurn]:
     """Yields the turns, with neighbours of one of these roles as one turn. Their texts become lines."""
     for role, neighbours in groupby(turns, key=lambda turn: turn.message.role):
         group = list(neighbours)
@@ -69,10 +69,10 @@ def joined(turns: Iterable[Turn], *, roles: Set[str]) -> Iterator[Turn]:
             tuple(call for message in messages for call in message.tool_calls),
             reasoning="\n".join(message.reasoning for message in messages if message.reasoning),
         )
-        yield Turn(message, group[0].place, tuple(call for turn in group for call in turn.calls))
+        yield ChatTurn(message, group[0].place, tuple(call for turn in group for call in turn.calls))
 
 
-def params_of(turns: Sequence[Turn], *, result_id: str, call_id: str) -> dict[str, str]:
+def params_of(turns: Sequence[ChatTurn], *, result_id: str, call_id: str) -> dict[str, str]:
     """Returns the places of the messages and calls in the request, by their names in the gRPC request.
 
     `result_id` is the field in which a result names its call, and `call_id` the field in which a call has its id.

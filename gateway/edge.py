@@ -14,7 +14,7 @@ from common.addresses import host_of_authority, names_this_machine
 from gateway.api_keys import ApiKeys
 from gateway.errors import ApiError
 from gateway.metrics import GatewayMetrics
-from gateway.request_record import TOKENIZER_INFO_PATH, TOKENIZING_PATHS, RequestRecord
+from gateway.request_record import TOKENIZER_INFO_PATH, TOKENIZING_PATHS, HttpRecord
 from gateway.sending import send_error
 
 _MAX_LOGGED_CHARS = 256
@@ -23,10 +23,10 @@ _STATUS_PATHS = ("/", "/metrics", "/status.json")
 _log = structlog.get_logger(__name__)
 
 
-class Edge:
+class HttpEdge:
     """The outermost ASGI layer: it logs and counts each request when it ends.
 
-    It puts a RequestRecord into `scope["state"]["record"]`, which the inner layers fill.
+    It puts an HttpRecord into `scope["state"]["record"]`, which the inner layers fill.
     """
 
     def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
@@ -36,7 +36,7 @@ class Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"].endswith("/") and scope["path"] != "/":  # some clients add a slash
             scope = {**scope, "path": scope["path"].removesuffix("/")}
-        record = RequestRecord.of(scope)
+        record = HttpRecord.of(scope)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
@@ -97,7 +97,7 @@ class KeyCheck:
     """An ASGI layer that requires a key under /v1 and for tokenising, and with `covers_status` also for the status page
     and metrics.
 
-    Edge and the CORS layer wrap it, because a browser sends preflights without a key.
+    HttpEdge and the CORS layer wrap it, because a browser sends preflights without a key.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, covers_status: bool) -> None:
@@ -106,7 +106,7 @@ class KeyCheck:
         self._covered = _STATUS_PATHS if covers_status else ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record: RequestRecord = scope["state"]["record"]
+        record: HttpRecord = scope["state"]["record"]
         try:
             if is_api(scope):
                 record.client = (

@@ -28,7 +28,7 @@ from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.plan import Plan
 from gateway.post_endpoint import PostEndpoint, PostParts
 from gateway.receiving import unless_left
-from gateway.request_record import RequestRecord
+from gateway.request_record import HttpRecord
 from gateway.sending import EventStreamWriter, JsonResponse
 from gateway.served_model import ModelCard
 from gateway.tally import Tally
@@ -57,7 +57,7 @@ class GenerationEndpoint(PostEndpoint):
         self._unix_time = unix_time
 
     async def _answer(
-        self, body: bytes, open_request: OpenRequest, record: RequestRecord, receive: Receive, send: Send
+        self, body: bytes, open_request: OpenRequest, record: HttpRecord, receive: Receive, send: Send
     ) -> None:
         plan = self._parse(body)
         async with open_request.ends_when_failed():
@@ -83,7 +83,7 @@ class GenerationEndpoint(PostEndpoint):
             raise invalid(param, f"{plan.num_generations} choices are more than {self._limits.max_choices}")
         return plan
 
-    def _opener(self, plan: Plan, card: ModelCard, record: RequestRecord) -> Callable[[int], AsyncEventStream]:
+    def _opener(self, plan: Plan, card: ModelCard, record: HttpRecord) -> Callable[[int], AsyncEventStream]:
         """Returns a function that starts the Generate call of a choice, given the choice's index.
 
         Each call's id extends the request's id by random digits and the index: callers may send the same x-request-id
@@ -133,7 +133,7 @@ class _Answering:
         plan: Plan,
         card: ModelCard,
         unix_s: float,
-        record: RequestRecord,
+        record: HttpRecord,
         metrics: GatewayMetrics,
         open_requests: OpenRequests,
     ) -> None:

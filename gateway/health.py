@@ -17,7 +17,7 @@ from gateway.sending import JsonResponse
 _TIMEOUT_S = 2.0
 
 
-class Health:
+class GatewayHealth:
     def __init__(self, client: AsyncClient, *, open_requests: OpenRequests, timeout_s: float = _TIMEOUT_S) -> None:
         self._client = client
         self._open_requests = open_requests

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from baton.events import Delta, Event
 from common.config.gateway_settings import GatewaySettings
 from gateway.errors import context_exceeded, invalid
-from gateway.plan import ChatPrompt, Plan, TokenIdsPrompt
+from gateway.plan import ChatInput, Plan, TokenIdsInput
 from gateway.served_model import ModelCard
 
 MAX_LOGPROBS = 1 << 18
@@ -34,7 +34,7 @@ class KeptLogprobs:
         plan = self._plan
         asked = {"logprobs": plan.num_echoed_logprobs, "prompt_logprobs": plan.num_prompt_logprobs}
         of_token = {param: num_top + 1 for param, num_top in asked.items() if num_top is not None}
-        num_times = 1 if isinstance(plan.prompts[0], ChatPrompt) else plan.n  # the answer to a chat has them once
+        num_times = 1 if isinstance(plan.prompts[0], ChatInput) else plan.n  # the answer to a chat has them once
         if of_token:
             most = max(of_token, key=lambda param: of_token[param])
             self._add(num_tokens * num_times * sum(of_token.values()), param=most)
@@ -65,7 +65,7 @@ def check_prompts(plan: Plan, card: ModelCard) -> None:
     """
     for prompt in plan.prompts:
         is_cut = plan.truncate_prompt_tokens is not None
-        if isinstance(prompt, TokenIdsPrompt) and not is_cut and len(prompt.token_ids) >= card.max_context_tokens:
+        if isinstance(prompt, TokenIdsInput) and not is_cut and len(prompt.token_ids) >= card.max_context_tokens:
             raise context_exceeded(
                 "prompt",
                 prompt="prompt",

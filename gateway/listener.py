@@ -30,7 +30,7 @@ _LOG_INTERVAL_S = 10.0
 _log = structlog.get_logger(__name__)
 
 
-class Room(Enum):
+class ConnectionRoom(Enum):
     FREE = auto()
     MADE = auto()
     NONE = auto()
@@ -61,18 +61,18 @@ class OpenConnections:
         self._max_of_one = max(1, max_connections * 7 // 8)
         self._open: dict[int, _Open] = {}
         self._num_open: Counter[str] = Counter()  # keyed by client
-        self._silent, self._sending = _Idle(), _Idle()
+        self._silent, self._sending = _IdleConnections(), _IdleConnections()
         self._num_idle_closed = self._num_refused = 0
         self._told_s = float("-inf")
 
-    def add(self, descriptor: int, client: str, *, close: Callable[[], None]) -> Room:
+    def add(self, descriptor: int, client: str, *, close: Callable[[], None]) -> ConnectionRoom:
         """Adds a new connection, after closing an idle one if no place is free.
 
         Returns FREE if a place was free, MADE if a connection was closed for it, and NONE if there is no room. With
         NONE the connection is not added, and the caller must refuse it.
         """
         room = self._make_room(client)
-        if room is not Room.NONE:
+        if room is not ConnectionRoom.NONE:
             self._open[descriptor] = _Open(client, close)
             self._num_open[client] += 1
         return room
@@ -103,10 +103,10 @@ class OpenConnections:
             self._silent.discard(connection.client, descriptor)
             self._sending.discard(connection.client, descriptor)
 
-    def _make_room(self, client: str) -> Room:
+    def _make_room(self, client: str) -> ConnectionRoom:
         has_all_it_may = self._num_open[client] >= self._max_of_one
         if len(self._open) < self._max_connections and not has_all_it_may:
-            return Room.FREE
+            return ConnectionRoom.FREE
         self._tell()
         for idle in (self._silent, self._sending):
             longest = idle.longest_of(client) if has_all_it_may else idle.longest_of_most()
@@ -115,9 +115,9 @@ class OpenConnections:
                 self.remove(longest)
                 close()
                 self._num_idle_closed += 1
-                return Room.MADE
+                return ConnectionRoom.MADE
         self._num_refused += 1
-        return Room.NONE
+        return ConnectionRoom.NONE
 
     def _tell(self) -> None:
         now_s = time.monotonic()
@@ -132,7 +132,7 @@ class OpenConnections:
         )
 
 
-class _Idle:
+class _IdleConnections:
     """The idle connections of each client, ordered by how long they are idle. Finds the client that has the most.
 
     Every operation takes constant time.
@@ -207,10 +207,10 @@ class BoundedListener(socket.socket):
         connection = _Connection(self.family, self.type, self.proto, fileno=descriptor)
         client = network_of(address[0])
         match self._connections.add(descriptor, client, close=connection.end):
-            case Room.NONE:
+            case ConnectionRoom.NONE:
                 self._refuse(connection)
                 raise BlockingIOError
-            case Room.MADE:
+            case ConnectionRoom.MADE:
                 self._waits_for_room = True  # the event loop closes the replaced connection in its next iteration
         if self._is_tls:
             self._connections.is_idle(

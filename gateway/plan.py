@@ -14,7 +14,7 @@ from gateway.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextInput:
     text: str
 
     @property
@@ -27,7 +27,7 @@ class TextPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenIdsPrompt:
+class TokenIdsInput:
     token_ids: tuple[int, ...]
 
     @property
@@ -40,7 +40,7 @@ class TokenIdsPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatInput:
     messages: tuple[ChatMessage, ...]
     tools: ToolUse | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class ChatPrompt:
     wishes: tuple[ReasoningWish, ...] = ()
     """What the request says about reasoning. Wishes that the model cannot heed are left out."""
 
-    def served_by(self, card: ModelCard, ignored: list[str]) -> ChatPrompt:
+    def served_by(self, card: ModelCard, ignored: list[str]) -> ChatInput:
         """Returns the prompt for this model. Adds the fields that mean nothing to it to `ignored`."""
         reasons = card.output_format.reasoning is not None
         heeded = tuple(wish for wish in self.wishes if wish.is_heeded(card.template_variables, reasons=reasons))
@@ -90,7 +90,7 @@ class ChatPrompt:
         return sum(len(text.encode()) for text in texts)
 
 
-Prompt = TextPrompt | TokenIdsPrompt | ChatPrompt
+Prompt = TextInput | TokenIdsInput | ChatInput
 """The prompt of a generation.
 
 `arguments` are the arguments of `AsyncClient.generate` that carry it, and `num_bytes` is its approximate size.
@@ -135,16 +135,14 @@ class Plan:
 
     def served_by(self, card: ModelCard, ignored: list[str]) -> Plan:
         """Returns the plan for this model. Adds the fields that mean nothing to it to `ignored`."""
-        prompts = tuple(
-            each.served_by(card, ignored) if isinstance(each, ChatPrompt) else each for each in self.prompts
-        )
+        prompts = tuple(each.served_by(card, ignored) if isinstance(each, ChatInput) else each for each in self.prompts)
         return replace(self, prompts=prompts)
 
     @property
     def max_reasoning_tokens(self) -> int | None:
         """The limit on reasoning tokens, None if there is none."""
         prompt = self.prompts[0]
-        wishes = prompt.wishes if isinstance(prompt, ChatPrompt) else ()
+        wishes = prompt.wishes if isinstance(prompt, ChatInput) else ()
         return next((wish.max_tokens for wish in wishes if wish.max_tokens is not None), None)
 
     @property
@@ -159,13 +157,13 @@ class Plan:
     def functions(self) -> Mapping[str, Any]:
         """The JSON schemas of the arguments of the functions that the model may call, by name."""
         prompt = self.prompts[0]
-        return prompt.tools.functions if isinstance(prompt, ChatPrompt) and prompt.tools else {}
+        return prompt.tools.functions if isinstance(prompt, ChatInput) and prompt.tools else {}
 
     @property
     def requires_calls(self) -> bool:
         """Whether an output has to consist of calls."""
         prompt = self.prompts[0]
-        return isinstance(prompt, ChatPrompt) and prompt.tools is not None and prompt.tools.choice.required
+        return isinstance(prompt, ChatInput) and prompt.tools is not None and prompt.tools.choice.required
 
     def prompt_of(self, index: int) -> Prompt:
         """Returns the prompt of the choice with this index."""

@@ -13,7 +13,7 @@ from gateway.limits import HttpLimits
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.receiving import read_json_body, unless_left
-from gateway.request_record import RequestRecord
+from gateway.request_record import HttpRecord
 from gateway.sending import send_error
 from gateway.served_model import ModelCard, ServedModel
 
@@ -37,7 +37,7 @@ class PostEndpoint(ABC):
         self._limits = parts["limits"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record: RequestRecord = scope["state"]["record"]
+        record: HttpRecord = scope["state"]["record"]
         try:
             with self._open_requests.enter() as open_request:
                 async with open_request.ends_when_failed():
@@ -52,7 +52,7 @@ class PostEndpoint(ABC):
 
     @abstractmethod
     async def _answer(
-        self, body: bytes, open_request: OpenRequest, record: RequestRecord, receive: Receive, send: Send
+        self, body: bytes, open_request: OpenRequest, record: HttpRecord, receive: Receive, send: Send
     ) -> None:
         """Answers the request with this body, and ends when `open_request` fails. Raises ApiError, unless an answer has
         begun, or ClientLeft.

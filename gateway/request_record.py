@@ -42,7 +42,7 @@ _SHOWN_ID = re.compile(r"[!-~]{1,96}")
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestRecord:
+class HttpRecord:
     """The data of one HTTP request for its log line and for metrics.
 
     `status` is the answer's status, or that of an error that broke the answer off. `error` says why the answer is an
@@ -66,7 +66,7 @@ class RequestRecord:
     """Fields of the request that mean nothing to the model."""
 
     @classmethod
-    def of(cls, scope: Scope) -> RequestRecord:
+    def of(cls, scope: Scope) -> HttpRecord:
         host, _ = scope.get("client") or ("", 0)
         path = scope["path"]
         is_messages_api = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")

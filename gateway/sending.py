@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError, openai_error
-from gateway.request_record import RequestRecord
+from gateway.request_record import HttpRecord
 
 SLICE_BYTES = 64 << 10
 _STREAM_HEADERS = [
@@ -41,7 +41,7 @@ class JsonResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def error_response(error: ApiError, record: RequestRecord | None = None) -> JsonResponse:
+def error_response(error: ApiError, record: HttpRecord | None = None) -> JsonResponse:
     """Returns the answer to the request that has this record. One that could not be read has none."""
     body = openai_error(error) if record is None else record.error_body(error)
     return JsonResponse(body, status_code=error.status, headers=error.headers)
@@ -49,7 +49,7 @@ def error_response(error: ApiError, record: RequestRecord | None = None) -> Json
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Sends the error as the whole answer, and records it for the request's log line."""
-    record: RequestRecord = scope["state"]["record"]
+    record: HttpRecord = scope["state"]["record"]
     record.error = error
     await error_response(error, record)(scope, receive, send)
 

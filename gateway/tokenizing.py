@@ -17,7 +17,7 @@ from gateway.fields import RequestFields, parse_fields
 from gateway.open_requests import OpenRequest
 from gateway.post_endpoint import PostEndpoint, PostParts
 from gateway.receiving import unless_left
-from gateway.request_record import RequestRecord
+from gateway.request_record import HttpRecord
 from gateway.sending import JsonResponse
 from gateway.served_model import ModelCard
 
@@ -44,14 +44,14 @@ class TokenizingEndpoint(PostEndpoint):
 
     def __init__(
         self,
-        answer: Callable[[bytes, ModelCard, RequestRecord], Coroutine[Any, Any, dict[str, Any]]],
+        answer: Callable[[bytes, ModelCard, HttpRecord], Coroutine[Any, Any, dict[str, Any]]],
         **common: Unpack[PostParts],
     ) -> None:
         super().__init__(**common)
         self._answer_of = answer
 
     async def _answer(
-        self, body: bytes, open_request: OpenRequest, record: RequestRecord, receive: Receive, send: Send
+        self, body: bytes, open_request: OpenRequest, record: HttpRecord, receive: Receive, send: Send
     ) -> None:
         async with open_request.ends_when_failed():
             card = await self._card(receive)
@@ -68,7 +68,7 @@ class Tokenizing:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
-    async def tokenize(self, body: bytes, card: ModelCard, record: RequestRecord) -> dict[str, Any]:
+    async def tokenize(self, body: bytes, card: ModelCard, record: HttpRecord) -> dict[str, Any]:
         fields = parse_fields(body, TokenizeFields)
         if fields.model is not None:
             card.check(fields.model)
@@ -90,13 +90,13 @@ class Tokenizing:
             "token_strs": tokenized.pieces if fields.return_token_strs else None,
         }
 
-    async def detokenize(self, body: bytes, card: ModelCard, record: RequestRecord) -> dict[str, Any]:
+    async def detokenize(self, body: bytes, card: ModelCard, record: HttpRecord) -> dict[str, Any]:
         fields = parse_fields(body, DetokenizeFields)
         if fields.model is not None:
             card.check(fields.model)
         return {"prompt": await _answer_of(self._client.detokenize(fields.tokens))}
 
-    async def count_tokens(self, body: bytes, card: ModelCard, record: RequestRecord) -> dict[str, Any]:
+    async def count_tokens(self, body: bytes, card: ModelCard, record: HttpRecord) -> dict[str, Any]:
         fields = parse_fields(body, ConversationFields)
         card.check(fields.model)
         prompt, params = conversation_prompt(fields)

@@ -8,7 +8,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, use_span
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.telemetry.tracing import context_of
-from gateway.request_record import NO_ROUTE, RequestRecord
+from gateway.request_record import NO_ROUTE, HttpRecord
 
 _METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 _MAX_PATH_CHARS = 256
@@ -31,7 +31,7 @@ class TracedApp:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
-        record: RequestRecord = scope["state"]["record"]
+        record: HttpRecord = scope["state"]["record"]
         is_known = scope["method"] in _METHODS
         method = scope["method"] if is_known else "HTTP"
         span = self._tracer.start_span(

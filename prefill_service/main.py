@@ -31,7 +31,7 @@ from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 from common.wire.framing import FramePayload
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, PrefillEdge, add_prefill_servicer
-from prefill_service.edge.row_checks import ModelLimits
+from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.handoff_metrics import HandoffMetrics
 from prefill_service.handoff.lent_memory import LentMemory
@@ -88,7 +88,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
         servicer = PrefillServicer(
             engine=inbox,
             fingerprint=runtime.fingerprint,
-            model_limits=ModelLimits(
+            model_limits=ReplicaLimits(
                 vocab_size=runtime.model.vocab_size,
                 max_context_tokens=size.max_context_tokens,
                 max_cached_tokens=size.max_kv_tokens if config.prefix_cache else 0,

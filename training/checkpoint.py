@@ -37,7 +37,7 @@ class RunState:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class RunCheckpoint:
     """A saved run. `identity` holds the settings that a run must share to continue from it.
 
     `head` and `optimizers` are state dictionaries.
@@ -50,7 +50,7 @@ class Checkpoint:
     optimizers: list[dict[str, Any]]
 
 
-def save(path: Path, checkpoint: Checkpoint) -> None:
+def save(path: Path, checkpoint: RunCheckpoint) -> None:
     """Saves a checkpoint. The file is replaced as a whole, so it is never incomplete."""
     unfinished = path.with_suffix(".new")
     torch.save(
@@ -66,7 +66,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     os.replace(unfinished, path)
 
 
-def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> Checkpoint | None:
+def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> RunCheckpoint | None:
     """Returns the checkpoint in `directory` from which a run continues; None if there is none.
 
     Raises ConfigError, naming the setting, if the checkpoints are of another run, or if all of them are from after the
@@ -90,11 +90,11 @@ def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> Check
     )
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path) -> RunCheckpoint:
     """Loads a checkpoint. Raises ConfigError if the file cannot be read."""
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
-        return Checkpoint(
+        return RunCheckpoint(
             stored["identity"],
             Schedule(**stored["schedule"]),
             RunState(**stored["state"]),

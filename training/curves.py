@@ -39,7 +39,7 @@ class Evaluation:
         )
 
 
-class Curve:
+class EvaluationCurve:
     """The evaluations of a run, stored in `directory`/curve.jsonl.
 
     A run that continues from `num_tokens` drops the evaluations after that.

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from training.data import Conversations, Ints
-from training.progress import Progress
-from training.target import Target
+from training.progress import ConsoleProgress
+from training.target import FrozenTarget
 
 _MARKER = "complete.json"
 _FILES = ("aux.bin", "final.bin", "argmax.bin")
@@ -59,7 +59,7 @@ class Features:
     argmax: NDArray[np.int32]
 
 
-def features_key(conversations: Conversations, target: Target, layers: tuple[int, ...]) -> FeaturesKey:
+def features_key(conversations: Conversations, target: FrozenTarget, layers: tuple[int, ...]) -> FeaturesKey:
     return FeaturesKey(
         num_tokens=conversations.tokens.size,
         hidden_size=target.config.hidden_size,
@@ -102,7 +102,7 @@ def open_features(directory: Path, key: FeaturesKey) -> Features:
 
 
 def compute_features(
-    directory: Path, key: FeaturesKey, conversations: Conversations, target: Target, progress: Progress
+    directory: Path, key: FeaturesKey, conversations: Conversations, target: FrozenTarget, progress: ConsoleProgress
 ) -> None:
     """Computes the features of all conversations into `directory`.
 
@@ -123,7 +123,7 @@ def compute_features(
 
 
 def _compute(
-    features: Features, conversations: Conversations, chosen: Ints, target: Target, layers: tuple[int, ...]
+    features: Features, conversations: Conversations, chosen: Ints, target: FrozenTarget, layers: tuple[int, ...]
 ) -> int:
     """Computes the features of the conversations `chosen` in one forward. Returns the number of their tokens."""
     lengths = conversations.lengths[chosen]

@@ -27,7 +27,7 @@ from common.errors import ConfigError
 from common.text.chat_messages import ChatMessage
 from common.text.tokenizer import PromptEncoder, TextTokenizer
 from training.data import load_conversations
-from training.progress import Progress
+from training.progress import ConsoleProgress
 
 ANSWER_TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 _QUESTION_TEMPERATURE = 1.0
@@ -178,7 +178,13 @@ class SelfChat:
 
 
 async def write_self_chat(
-    out: Path, self_chat: SelfChat, *, num_conversations: int, vocab_size: int, concurrency: int, progress: Progress
+    out: Path,
+    self_chat: SelfChat,
+    *,
+    num_conversations: int,
+    vocab_size: int,
+    concurrency: int,
+    progress: ConsoleProgress,
 ) -> int:
     """Adds conversations to the file `out` until it has `num_conversations`. Those made before an interruption are
     kept.

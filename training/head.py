@@ -11,14 +11,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from common.draft.spec import BlockSpec, Eagle3Spec
 from training.attention import ChainAttention
-from training.target import Target
+from training.target import FrozenTarget
 
 _INIT_STD = 0.02
 _FUSION_STD = 0.005
 _LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class _Norm(nn.Module):
+class _RmsNorm(nn.Module):
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -53,10 +53,10 @@ class _Mlp(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
-        self.input_layernorm = _Norm(spec.hidden_size, spec.norm_epsilon)
-        self.hidden_norm = _Norm(spec.hidden_size, spec.norm_epsilon)
+        self.input_layernorm = _RmsNorm(spec.hidden_size, spec.norm_epsilon)
+        self.hidden_norm = _RmsNorm(spec.hidden_size, spec.norm_epsilon)
         self.self_attn = _Attention(spec)
-        self.post_attention_layernorm = _Norm(spec.hidden_size, spec.norm_epsilon)
+        self.post_attention_layernorm = _RmsNorm(spec.hidden_size, spec.norm_epsilon)
         self.mlp = _Mlp(spec)
 
 
@@ -68,7 +68,7 @@ class TrainableHead(nn.Module):
         block = spec.block
         self.fc = _linear(len(spec.captured_layers) * spec.target_hidden_size, block.hidden_size)
         self.midlayer = _Layer(block)
-        self.norm = _Norm(block.hidden_size, block.norm_epsilon)
+        self.norm = _RmsNorm(block.hidden_size, block.norm_epsilon)
         self.lm_head = _linear(block.hidden_size, spec.draft_vocab_size)
         self._dtype = dtype
         self._num_heads, self._num_kv_heads, self._head_dim = block.num_heads, block.num_kv_heads, block.head_dim
@@ -118,7 +118,7 @@ class TrainableHead(nn.Module):
 
 
 @torch.no_grad()
-def initialize(head: TrainableHead, target: Target, token_ids: Tensor, *, seed: int) -> bool:
+def initialize(head: TrainableHead, target: FrozenTarget, token_ids: Tensor, *, seed: int) -> bool:
     """Initialises the head from the target. Returns whether it took over the target's last layer.
 
     The output layer gets the target's output rows of the draft vocabulary `token_ids`. The decoder layer gets the

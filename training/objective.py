@@ -46,7 +46,7 @@ _STEP_DECAY = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class ChainAcceptance:
     """How often drafts are right, for each draft step.
 
     `accuracy` is the share of drafts that are the target's most likely token. `cumulative` is the share of chains that
@@ -89,7 +89,7 @@ class Objective:
         return losses @ losses.new_tensor(self._weights) / sum(self._weights)
 
     @torch.no_grad()
-    def measure(self, batches: Iterable[Batch]) -> Acceptance:
+    def measure(self, batches: Iterable[Batch]) -> ChainAcceptance:
         """Measures the acceptance over all chains of `batches`. There must be at least one chain."""
         correct = torch.zeros(2, self._num_steps, dtype=torch.int64, device=self._output_rows.device)
         num_chains = 0
@@ -101,7 +101,7 @@ class Objective:
             correct += torch.stack([hits.sum(0), hits.cumprod(1).sum(0)])
             num_chains += batch.chain_rows.numel()
         accuracy, cumulative = (correct / num_chains).tolist()
-        return Acceptance(tuple(accuracy), tuple(cumulative))
+        return ChainAcceptance(tuple(accuracy), tuple(cumulative))
 
     def _chain(self, batch: Batch) -> Iterable[Tensor]:
         def embedded(step: int) -> Tensor:

@@ -31,7 +31,7 @@ class Stage:
 
 
 @dataclass(slots=True)
-class Progress:
+class ConsoleProgress:
     """Shows stages of work on a console. `clock` returns seconds."""
 
     console: Console

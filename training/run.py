@@ -18,8 +18,8 @@ from training.features import Features, FeaturesKey, compute_features, features_
 from training.head import TrainableHead, initialize
 from training.head_config import head_config, head_spec
 from training.objective import Objective
-from training.progress import Progress
-from training.target import Target, load_target
+from training.progress import ConsoleProgress
+from training.target import FrozenTarget, load_target
 from training.trainer import Trainer, Workplace
 from training.vocabulary import DraftVocabulary, most_frequent
 from training.warm_start import OUTPUT_LAYER, StartingHead, read_starting_head
@@ -31,7 +31,7 @@ def prepare_training(
     out: Path,
     *,
     config: TrainConfig,
-    progress: Progress,
+    progress: ConsoleProgress,
     features_dir: Path | None = None,
     start_from: Path | None = None,
     revises_vocab: bool = False,
@@ -115,7 +115,7 @@ def prepare_training(
 
 
 def _begin(
-    head: TrainableHead, starting: StartingHead | None, target: Target, vocabulary: DraftVocabulary, *, seed: int
+    head: TrainableHead, starting: StartingHead | None, target: FrozenTarget, vocabulary: DraftVocabulary, *, seed: int
 ) -> str:
     """Sets the head's first weights. Returns text that says where they come from."""
     token_ids = torch.from_numpy(vocabulary.token_ids)
@@ -136,7 +136,7 @@ def _identity_of(starting: StartingHead | None, *, revises_vocab: bool) -> str |
 
 
 def _features(
-    directory: Path, key: FeaturesKey, conversations: Conversations, target: Target, progress: Progress
+    directory: Path, key: FeaturesKey, conversations: Conversations, target: FrozenTarget, progress: ConsoleProgress
 ) -> Features:
     if not is_complete(directory, key):
         compute_features(directory, key, conversations, target, progress)

@@ -19,7 +19,7 @@ from common.model.loader import load_model
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FrozenTarget:
     """The target model, frozen and in bfloat16. `digest` is the digest of its weights."""
 
     directory: Path
@@ -72,7 +72,7 @@ class Target:
         return weight
 
 
-def load_target(directory: Path, *, device: str) -> Target:
+def load_target(directory: Path, *, device: str) -> FrozenTarget:
     """Loads the target. Raises UnsupportedModel for a model that the services would not serve, or whose files are
     damaged.
     """
@@ -80,13 +80,13 @@ def load_target(directory: Path, *, device: str) -> Target:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UnsupportedModel(f"{directory.name}: an output layer with a bias is not supported")
     model = model.to(device).eval().requires_grad_(False)
-    target = Target(directory, model, weights_digest(files.weight_files, default_cache_dir()))
+    target = FrozenTarget(directory, model, weights_digest(files.weight_files, default_cache_dir()))
     _require_plain_logits(target)
     return target
 
 
 @torch.inference_mode()
-def _require_plain_logits(target: Target) -> None:
+def _require_plain_logits(target: FrozenTarget) -> None:
     """Raises UnsupportedModel if the model changes its output layer's logits, for example scales or caps them.
 
     The loss would be wrong for such a model.

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from training import checkpoint
 from training.batches import BatchSource
-from training.checkpoint import LAST, STABLE, Checkpoint, RunState
+from training.checkpoint import LAST, STABLE, RunCheckpoint, RunState
 from training.config import TrainConfig
-from training.curves import Curve, Evaluation
+from training.curves import Evaluation, EvaluationCurve
 from training.data import Ints
 from training.export import export_head
 from training.head import TrainableHead
 from training.objective import Objective
 from training.optimizers import Optimizers
-from training.progress import Progress, Stage
+from training.progress import ConsoleProgress, Stage
 from training.vocabulary import DraftVocabulary
 
 
@@ -60,11 +60,11 @@ class Trainer:
     workplace: Workplace
     head: TrainableHead
     objective: Objective
-    progress: Progress
+    progress: ConsoleProgress
     clock: Callable[[], float] = time.monotonic
     _optimizers: Optimizers = field(init=False)
     _state: RunState = field(init=False)
-    _curve: Curve = field(init=False)
+    _curve: EvaluationCurve = field(init=False)
     _groups: list[Ints] = field(init=False, default_factory=list)
     _saved_s: float = field(init=False, default=0.0)
     _since_s: float = field(init=False, default=0.0)
@@ -100,7 +100,7 @@ class Trainer:
             self.head.load_state_dict(found.head)
             self._optimizers.load_state(found.optimizers)
             self.progress.line(f"going on from {found.state.num_tokens} answer tokens")
-        self._curve = Curve(self.workplace.out, num_tokens=self._state.num_tokens)
+        self._curve = EvaluationCurve(self.workplace.out, num_tokens=self._state.num_tokens)
         self._groups = self._epoch()
 
     def _step(self, stage: Stage) -> None:
@@ -166,7 +166,7 @@ class Trainer:
         self._tick()
         checkpoint.save(
             self.workplace.out / name,
-            Checkpoint(
+            RunCheckpoint(
                 self.workplace.identity,
                 self.config.schedule,
                 self._state,

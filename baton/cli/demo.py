@@ -48,7 +48,7 @@ _PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Figures:
+class _DemoFigures:
     """Measurements of prompts that were answered one at a time.
 
     `is_full_speed` says whether both services ran fused forwards, the whole model as one compiled program. None means
@@ -169,7 +169,7 @@ def _reach_full_speed(
         return None
 
 
-def _measure(client: Client, is_full_speed: bool | None) -> _Figures:
+def _measure(client: Client, is_full_speed: bool | None) -> _DemoFigures:
     """Measures each prompt with and without drafts.
 
     Which of the two goes first alternates, so that a change in the machine's speed affects both alike.
@@ -184,7 +184,7 @@ def _measure(client: Client, is_full_speed: bool | None) -> _Figures:
     for number, prompt in enumerate(_PROMPTS):
         for speculate in (True, False) if number % 2 else (False, True):
             runs[speculate].append(answered(prompt, speculate))
-    return _Figures(runs[True], runs[False], is_full_speed)
+    return _DemoFigures(runs[True], runs[False], is_full_speed)
 
 
 def _ask_committed(client: Client, *, speculate: bool) -> EventStream:
@@ -201,7 +201,7 @@ def _ask(client: Client, prompt: str, *, max_tokens: int, speculate: bool) -> Ev
     )
 
 
-def _print(figures: _Figures) -> None:
+def _print(figures: _DemoFigures) -> None:
     console, speed = text_console(), _SPEEDS[figures.is_full_speed]
     shown = figures.as_dict()
     console.print(f"\n{shown['num_prompts']} prompts, one at a time, {_SPEED_DTYPE}, {speed}")

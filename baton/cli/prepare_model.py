@@ -13,7 +13,7 @@ from baton.errors import FailedPrecondition
 from baton.local_pair import LocalPair
 
 if TYPE_CHECKING:
-    from common.checkpoints.cache import Progress
+    from common.checkpoints.cache import OnProgress
 
 DEMO_MODEL = "demo"
 
@@ -50,7 +50,7 @@ def prepare_pair(pair: LocalPair, *, as_json: bool) -> None:
         raise
 
 
-def shown_progress(as_json: bool) -> AbstractContextManager[Progress]:
+def shown_progress(as_json: bool) -> AbstractContextManager[OnProgress]:
     return nullcontext(_json_progress) if as_json else _Bars()
 
 

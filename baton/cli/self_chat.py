@@ -88,9 +88,9 @@ async def _write(
     **settings: Any,
 ) -> None:
     from training.generate import SelfChat, write_self_chat
-    from training.progress import Progress
+    from training.progress import ConsoleProgress
 
-    progress = Progress(text_console())
+    progress = ConsoleProgress(text_console())
     async with AsyncClient(address, tls=tls, token=token) as client:
         served = await client.model_info()
         self_chat = SelfChat(client, encoder, model_digest=served.digest, **settings)

@@ -127,7 +127,7 @@ def _train(
     import torch
 
     from common.checkpoints.source import resolve_model
-    from training.progress import Progress
+    from training.progress import ConsoleProgress
     from training.run import prepare_training
 
     config = TrainConfig(**settings)
@@ -139,7 +139,7 @@ def _train(
         data,
         out,
         config=config,
-        progress=Progress(text_console()),
+        progress=ConsoleProgress(text_console()),
         features_dir=features,
         start_from=start_from,
         revises_vocab=revises_vocab,

@@ -16,7 +16,7 @@ from baton.cli.load_table import LoadReader, ServiceLoad, load_table
 from baton.cli.output import print_json, reported_errors, text_console
 from baton.cli.prepare_model import prepare_pair
 from baton.errors import BatonError, ServiceDied
-from baton.local_pair import LocalPair, Phase
+from baton.local_pair import LocalPair, ProcessPhase
 from baton.restarts import Ended, Restarts, StartedAgain
 from baton.running_pairs import announced, choosing_ports, running_pairs
 from baton.service_process import ServiceProcess
@@ -25,9 +25,9 @@ _TUNING = "Tuning"
 _DECODE_PORT = 50051
 _GATEWAY_LISTEN = "127.0.0.1:8000"
 _PHASES = {
-    Phase.STARTING: "does not answer",
-    Phase.ALIVE: "is up, not ready",
-    Phase.READY: "is ready",
+    ProcessPhase.STARTING: "does not answer",
+    ProcessPhase.ALIVE: "is up, not ready",
+    ProcessPhase.READY: "is ready",
 }
 
 
@@ -71,7 +71,7 @@ def up(
 ) -> None:
     """Start prefill and decode services here, and keep them until Ctrl-C."""
     shared = _flags(max_rows=max_rows, max_kv_tokens=max_kv_tokens, num_threads=num_threads)
-    told = _Told(as_json, keeps_logs=log_dir is not None)
+    told = _Reporter(as_json, keeps_logs=log_dir is not None)
     try:
         with reported_errors(as_json), ExitStack() as keeping:
             with choosing_ports() as taken_ports:
@@ -111,7 +111,7 @@ def up(
     told.stopped()
 
 
-class _Told:
+class _Reporter:
     """Reports events of the pair to the user: as text, or as JSON lines for programs."""
 
     def __init__(self, as_json: bool, *, keeps_logs: bool) -> None:
@@ -119,7 +119,7 @@ class _Told:
         self._keeps_logs = keeps_logs
         self.console = text_console()
 
-    def phase(self, process: ServiceProcess, phase: Phase, why: str) -> None:
+    def phase(self, process: ServiceProcess, phase: ProcessPhase, why: str) -> None:
         if self.as_json:
             print_json("phase", name=process.name, address=process.address, pid=process.pid, phase=phase, why=why)
         elif process.is_running:  # a process that has ended is reported elsewhere
@@ -198,14 +198,14 @@ class _Told:
         self.console.print(text, markup=False)
 
 
-def _follow(pair: LocalPair, told: _Told, loads: LoadReader, restarts: bool, refresh_s: float) -> None:
+def _follow(pair: LocalPair, told: _Reporter, loads: LoadReader, restarts: bool, refresh_s: float) -> None:
     """Watches the pair until an interrupt. Raises ServiceDied when a process has ended and is not restarted."""
     addresses = {service.name: service.address for service in pair.services}
     restarting = {process: Restarts(process) for process in pair.processes} if restarts else {}
     idle = threading.Event()
     with ExitStack() as stack:
         watch = stack.enter_context(pair.watch())
-        watch.phases.update(dict.fromkeys(pair.processes, Phase.READY))
+        watch.phases.update(dict.fromkeys(pair.processes, ProcessPhase.READY))
         table = None
         if not told.as_json and told.console.is_terminal:
             table = stack.enter_context(Live(console=told.console, auto_refresh=False))
@@ -215,7 +215,7 @@ def _follow(pair: LocalPair, told: _Told, loads: LoadReader, restarts: bool, ref
                 watch.look_at(process)
                 if not restarts:
                     process.check()
-                elif event := restarting[process].look(is_ready=watch.phases[process] is Phase.READY):
+                elif event := restarting[process].look(is_ready=watch.phases[process] is ProcessPhase.READY):
                     told.happened(process, event)
             if told.as_json:
                 told.loads(loads.read())

@@ -33,7 +33,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from baton.client.affinity import NO_BEGINNINGS, Beginnings, ServersByBeginning, beginnings_of
 from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
-from baton.client.target import Target, numeric_target, parse_target
+from baton.client.target import ServerTarget, numeric_target, parse_target
 from baton.errors import BatonError, Cancelled, Internal, ResourceExhausted, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.addresses import DnsName, address_of
@@ -620,7 +620,7 @@ def _ask_to_connect(channel: grpc.Channel) -> None:
     channel.unsubscribe(ignore)
 
 
-def _options(target: Target, tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:
+def _options(target: ServerTarget, tls: Tls | None, overrides: ChannelOptions | None) -> list[tuple[str, int | str]]:
     if target.is_single:
         return channel_options(tls, overrides)
     # The channels' states decide where calls go, so channels must reconnect by themselves, also without calls.

@@ -13,7 +13,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerTarget:
     """The servers that a client's address names. `addresses` are those known from the start, as gRPC's targets.
 
     If `is_single`, there is one server, which is called even when it is not ready. `name`, unless it is None, is looked
@@ -25,7 +25,7 @@ class Target:
     name: Name | None = None
 
 
-def parse_target(address: str, tls: Tls | None) -> Target:
+def parse_target(address: str, tls: Tls | None) -> ServerTarget:
     """Parses "HOST:PORT", "HOST:PORT,HOST:PORT,...", "dns:///NAME:PORT" or "file:///PATH".
 
     The hosts of a list are looked up once, here, which blocks; unknown hosts are left out. Raises InvalidArgument for a
@@ -38,15 +38,15 @@ def parse_target(address: str, tls: Tls | None) -> Target:
             raise _malformed(error) from None
         if isinstance(name, AddressFile):
             _require_server_name(tls)
-        return Target((), name=name)
+        return ServerTarget((), name=name)
     if "," not in address:
-        return Target((single_server(address),), is_single=True)
+        return ServerTarget((single_server(address),), is_single=True)
     _require_server_name(tls)
     servers = [_host_and_port(part) for part in address.split(",")]
     for family in _FAMILIES:
         found = [target for host, port in servers if (target := _look_up(host, port, family))]
         if found:
-            return Target(tuple(dict.fromkeys(found)))
+            return ServerTarget(tuple(dict.fromkeys(found)))
     raise Unavailable(f"{address}: none of these is known")
 
 

@@ -135,7 +135,7 @@ class _LayerParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _ModelParts:
     """The parts of a model that a program is made of. `largest_bytes` is the size of the largest weight that is packed
     at once.
     """
@@ -157,12 +157,12 @@ class _Parts:
         return sum(layer.experts_bytes for layer in self.layers) + 2 * self.largest_bytes
 
 
-def _parts(model: nn.Module) -> _Parts:
+def _parts(model: nn.Module) -> _ModelParts:
     base, config = _base(model), _config(model)
     head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     layers = tuple(map(_layer_parts, base.layers))
     gated = max(layer.gated_size for layer in layers) * 2 * head.shape[1] * head.itemsize
-    return _Parts(
+    return _ModelParts(
         embedding=base.embed_tokens.weight.detach(),
         layers=layers,
         attention=_attention_size(base.layers[0].self_attn),
@@ -215,7 +215,7 @@ def _inner_size(mlp: Any) -> int:
 
 
 @torch.no_grad()
-def _write(parts: _Parts, rope: nn.Module, check: Callable[[], None], *, num_positions: int) -> FusedDecoder:
+def _write(parts: _ModelParts, rope: nn.Module, check: Callable[[], None], *, num_positions: int) -> FusedDecoder:
     require_room(parts.needed_bytes)  # raises before memory is taken that others need
     shared = SharedWeights()
     with ExitStack() as undo:  # unless all goes well
@@ -226,7 +226,7 @@ def _write(parts: _Parts, rope: nn.Module, check: Callable[[], None], *, num_pos
     return decoder
 
 
-def _program(parts: _Parts, shared: SharedWeights, check: Callable[[], None]) -> Program:
+def _program(parts: _ModelParts, shared: SharedWeights, check: Callable[[], None]) -> Program:
     hidden_size = parts.embedding.shape[1]
     size, epsilon = parts.attention, parts.epsilon
     builder = ProgramBuilder(parts.embedding.dtype, check)

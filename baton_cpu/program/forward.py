@@ -174,7 +174,7 @@ class FusedForward:
         self._windows: _Windows | None = None
         self._buffers: list[Tensor] = []
         self._reserve(1)
-        self._scratch, self._packed, self._parts = _Room(), _Room(), _Room()
+        self._scratch, self._packed, self._parts = _Workspace(), _Workspace(), _Workspace()
         self._groups_ended: NDArray[np.int64] = np.zeros(1, np.int64)
         self._captures = program.widths[STATES] > 1
         self._finds_largest = bool((program.operations[:, Field.KIND] == Kind.LARGEST).any())
@@ -377,7 +377,7 @@ class Memory:
         self.address = _address(self._bytes) + -_address(self._bytes) % _ALIGNMENT
 
 
-class _Room:
+class _Workspace:
     """Memory that grows. Its content is not kept from one use to the next."""
 
     def __init__(self) -> None:

@@ -188,7 +188,7 @@ class TritonAttention:
         return tiles
 
     def plan(self, batch: ForwardInput) -> AttentionPlan:
-        return _PagedPlan(batch, self, self._heads, self._overlaps, self._launch)
+        return _TritonPlan(batch, self, self._heads, self._overlaps, self._launch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class _InWindow:
     path_lens: Tensor | None
 
 
-class _PagedPlan:
+class _TritonPlan:
     def __init__(
         self, batch: ForwardInput, backend: TritonAttention, heads: HeadShape, overlaps: bool, launch: Launcher
     ) -> None:

@@ -32,13 +32,13 @@ class CannotBeMade(StartupError):
     """A directory cannot be written, or its disk is full."""
 
 
-class Progress(Protocol):
+class OnProgress(Protocol):
     def __call__(self, stage: str, num_done: int, num_total: int) -> None:
         """Reports the progress. `stage` is a phrase for people; `num_total` is 0 while the stage's size is unknown."""
 
 
 def silent(stage: str, num_done: int, num_total: int) -> None:
-    """Does nothing. It is the Progress for callers that report none."""
+    """Does nothing. It is the OnProgress for callers that report none."""
 
 
 def default_cache_dir() -> Path:
@@ -51,7 +51,7 @@ def kernels_cache_dir() -> Path:
     return default_cache_dir() / "kernels"
 
 
-def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:
+def make_once(path: Path, make: Callable[[Path, Path], None], progress: OnProgress) -> Path:
     """Returns the directory `path`. If it does not exist, `make(scratch, out)` fills `out` first, which then becomes
     `path`; `scratch` is for its work.
 
@@ -65,7 +65,7 @@ def make_once(path: Path, make: Callable[[Path, Path], None], progress: Progress
         raise CannotBeMade(f"{path} cannot be made: {why} (XDG_CACHE_HOME names another place for it)") from error
 
 
-def _made_once(path: Path, make: Callable[[Path, Path], None], progress: Progress) -> Path:
+def _made_once(path: Path, make: Callable[[Path, Path], None], progress: OnProgress) -> Path:
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def _made_once(path: Path, make: Callable[[Path, Path], None], progress: Progres
     return path
 
 
-def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: Progress) -> None:
+def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: OnProgress) -> None:
     """Fills the directory `out` from a GGUF file: config, tokenizer, and safetensors in `dtype`.
 
     Raises StartupError with a one-line message. A separate process converts, so that its memory and output end with it,
@@ -133,7 +133,7 @@ def run_python(
 
 
 @contextmanager
-def _lock(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
+def _lock(path: Path, waiting: str, progress: OnProgress) -> Iterator[None]:
     """Holds an exclusive lock on a file inside this context. The system releases it if this process dies.
 
     While another process holds it, `progress` is called with `waiting` as the stage, and may raise to end the wait.

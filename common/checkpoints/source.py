@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils._validators import validate_repo_id
 
-from common.checkpoints.cache import CONVERSION, Progress, convert_gguf, default_cache_dir, make_once, silent
+from common.checkpoints.cache import CONVERSION, OnProgress, convert_gguf, default_cache_dir, make_once, silent
 from common.checkpoints.demo_model import ensure_demo_model
 from common.config.settings import DEMO_MODEL
 from common.errors import StartupError
@@ -39,7 +39,7 @@ def check_model(spec: str) -> None:
         require_config("model", spec, local_path("model", spec, kinds=_KINDS, suffix=_GGUF))
 
 
-def resolve_model(spec: str, progress: Progress | None = None, *, dtype: str, cache_dir: Path | None = None) -> Path:
+def resolve_model(spec: str, progress: OnProgress | None = None, *, dtype: str, cache_dir: Path | None = None) -> Path:
     """Returns a directory with config, safetensors and tokenizer. A GGUF file is converted to `dtype`.
 
     Raises StartupError if there is no such model.
@@ -123,7 +123,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _converted(gguf: Path, dtype: str, progress: Progress, cache_dir: Path) -> Path:
+def _converted(gguf: Path, dtype: str, progress: OnProgress, cache_dir: Path) -> Path:
     state = gguf.stat()
     version = hashlib.sha256(f"{gguf}\n{state.st_size}\n{state.st_mtime_ns}\n{CONVERSION}".encode()).hexdigest()[:12]
     path = cache_dir / "models" / f"{gguf.stem}-{dtype}-{version}"

@@ -122,7 +122,7 @@ def _sources(
     If `ignores_others`, unknown flags are ignored instead of refused.
     """
 
-    class Sources(kind):  # type: ignore[valid-type, misc]
+    class FromSources(kind):  # type: ignore[valid-type, misc]
         @classmethod
         def settings_customise_sources(
             cls, settings_cls: type[BaseSettings], env_settings: PydanticBaseSettingsSource, **_: Any
@@ -144,8 +144,8 @@ def _sources(
             }
             return flags, env_settings, _YamlFile(settings_cls)
 
-    Sources.__name__, Sources.__doc__ = kind.__name__, kind.__doc__
-    return Sources
+    FromSources.__name__, FromSources.__doc__ = kind.__name__, kind.__doc__
+    return FromSources
 
 
 class _YamlFile(PydanticBaseSettingsSource):

@@ -93,13 +93,13 @@ class CpuEvent(Event):
 
 
 @dataclass(slots=True)
-class _Piece:
+class _EnqueuedPiece:
     work: Work
     scope: Scope | None
 
 
 @dataclass(slots=True)
-class _Wait:
+class _EnqueuedWait:
     event: Event
 
 
@@ -131,7 +131,7 @@ class CpuStream(Stream):
         self._num_enqueued = 0  # written only by the enqueuing thread; the next two only by the stream's
         self._num_done = 0
         self._is_waiting = False
-        self._queue: queue.SimpleQueue[_Piece | _Wait | CpuEvent | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_EnqueuedPiece | _EnqueuedWait | CpuEvent | None] = queue.SimpleQueue()
         self._is_closed = False
         self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name=f"stream-{name}", daemon=True)
@@ -146,7 +146,7 @@ class CpuStream(Stream):
         return StreamProgress(self.name, self._kind, is_busy, self._num_done, self._scope.error)
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
-        self._put(_Piece(work, scope))
+        self._put(_EnqueuedPiece(work, scope))
 
     def enqueue_with_milestones(
         self,
@@ -168,7 +168,7 @@ class CpuStream(Stream):
 
     def wait(self, event: Event) -> None:
         if self._is_closed or not event.is_done():
-            self._put(_Wait(event))
+            self._put(_EnqueuedWait(event))
 
     def close(self, timeout_s: float) -> None:
         if self._is_closed:
@@ -180,7 +180,7 @@ class CpuStream(Stream):
             self._abandon()
             raise DeviceTimeout(f"stream {self.name} did not finish within {timeout_s} s; the rest is dropped")
 
-    def _put(self, operation: _Piece | _Wait | CpuEvent) -> None:
+    def _put(self, operation: _EnqueuedPiece | _EnqueuedWait | CpuEvent) -> None:
         if self._is_closed:
             raise StreamClosed(f"stream {self.name} is closed")
         self._num_enqueued += 1
@@ -195,13 +195,13 @@ class CpuStream(Stream):
             set_own_num_threads(num_threads)
             while (operation := self._queue.get()) is not None:
                 match operation:
-                    case _Piece(work, scope):
+                    case _EnqueuedPiece(work, scope):
                         with piece_span(self._track, work, scope):
                             run_piece(work, scope, self._scope)
                         del work, scope
                     case CpuEvent():
                         self._reach(operation)
-                    case _Wait(event):
+                    case _EnqueuedWait(event):
                         if not event.is_done():
                             with self._track.span("wait"):
                                 self._block_until_done(event)

@@ -49,7 +49,7 @@ class Reasoning:
             return self
         markers = Markers(self)
         place, _ = markers.after(markers.beginning, continued.encode())
-        is_open = place.part is Part.REASONING or last_bytes.rstrip(_SPACE).endswith(markers.start)
+        is_open = place.part is OutputPart.REASONING or last_bytes.rstrip(_SPACE).endswith(markers.start)
         return replace(self, is_open=is_open)
 
     def answer_in(self, text: str) -> str:
@@ -61,7 +61,7 @@ class Reasoning:
             return text
         markers, whole = Markers(self), text.encode()
         place, num_answer = markers.after(markers.beginning, whole)
-        is_reasoned = place.part in (Part.REASONING, Part.ANSWER)
+        is_reasoned = place.part in (OutputPart.REASONING, OutputPart.ANSWER)
         return whole[len(whole) - num_answer :].decode() if is_reasoned else text
 
     @property
@@ -82,7 +82,7 @@ class Reasoning:
         return None
 
 
-class Part(Enum):
+class OutputPart(Enum):
     BEFORE = auto()  # nothing yet but white space and a beginning of the start marker
     REASONING = auto()
     ANSWER = auto()
@@ -90,10 +90,10 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OutputPlace:
     """A position in an output: the part that it is in, and how many bytes of the marker after this part have come."""
 
-    part: Part
+    part: OutputPart
     num_matched: int = 0
 
 
@@ -105,34 +105,34 @@ class Markers:
         self.end = reasoning.end.encode()
 
     @property
-    def beginning(self) -> Place:
-        return Place(Part.BEFORE if self.start else Part.REASONING)
+    def beginning(self) -> OutputPlace:
+        return OutputPlace(OutputPart.BEFORE if self.start else OutputPart.REASONING)
 
-    def after(self, place: Place, text: bytes) -> tuple[Place, int]:
+    def after(self, place: OutputPlace, text: bytes) -> tuple[OutputPlace, int]:
         """Returns the place after `text`, and how many bytes at the end of `text` belong to the answer."""
         match place.part:
-            case Part.BEFORE:
+            case OutputPart.BEFORE:
                 return self._after_before(place.num_matched, text)
-            case Part.REASONING:
+            case OutputPart.REASONING:
                 return self._after_reasoning(self.end[: place.num_matched] + text)
-            case Part.ANSWER | Part.UNREASONED:
+            case OutputPart.ANSWER | OutputPart.UNREASONED:
                 return place, len(text)
 
-    def _after_before(self, num_matched: int, text: bytes) -> tuple[Place, int]:
+    def _after_before(self, num_matched: int, text: bytes) -> tuple[OutputPlace, int]:
         begun = self.start[:num_matched] + text if num_matched else text.lstrip(_SPACE)
         if begun.startswith(self.start):
             return self._after_reasoning(begun[len(self.start) :])
         if self.start.startswith(begun):
-            return Place(Part.BEFORE, len(begun)), 0
-        return Place(Part.UNREASONED), len(text)
+            return OutputPlace(OutputPart.BEFORE, len(begun)), 0
+        return OutputPlace(OutputPart.UNREASONED), len(text)
 
-    def _after_reasoning(self, text: bytes) -> tuple[Place, int]:
+    def _after_reasoning(self, text: bytes) -> tuple[OutputPlace, int]:
         """Returns what `after` returns, for `text` that is inside the reasoning and begins with the bytes of the end
         marker that have come already.
         """
         if (found := text.find(self.end)) >= 0:
-            return Place(Part.ANSWER), len(text) - found - len(self.end)
-        return Place(Part.REASONING, len_of_begun(text, self.end)), 0
+            return OutputPlace(OutputPart.ANSWER), len(text) - found - len(self.end)
+        return OutputPlace(OutputPart.REASONING, len_of_begun(text, self.end)), 0
 
 
 def len_of_begun(text: AnyStr, marker: AnyStr) -> int:
@@ -154,13 +154,13 @@ class ReasoningCount:
         self.num_tokens = 0
         self._markers = Markers(reasoning)
         self._bytes_of = bytes_of
-        self._place = self._markers.beginning if reasoning.may_begin else Place(Part.UNREASONED)
+        self._place = self._markers.beginning if reasoning.may_begin else OutputPlace(OutputPart.UNREASONED)
         self._num_output_tokens = 0
 
     def add(self, token_id: int) -> None:
-        if self._place.part in (Part.ANSWER, Part.UNREASONED):
+        if self._place.part in (OutputPart.ANSWER, OutputPart.UNREASONED):
             return
         self._num_output_tokens += 1
         self._place, _ = self._markers.after(self._place, self._bytes_of(token_id))
-        if self._place.part in (Part.REASONING, Part.ANSWER):
+        if self._place.part in (OutputPart.REASONING, OutputPart.ANSWER):
             self.num_tokens = self._num_output_tokens

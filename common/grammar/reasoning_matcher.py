@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 
 from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher, allow, allows, forbid, mask_of
-from common.grammar.reasoning import Markers, Part, Place, Reasoning
+from common.grammar.reasoning import Markers, OutputPart, OutputPlace, Reasoning
 
 Spell = Callable[[bytes], Sequence[int]]
 """Returns tokens whose joined bytes are exactly these, or none if there are no such tokens."""
@@ -47,17 +47,19 @@ class MarkerTokens:
         """Makes the tables. Raises MarkerRefused."""
         self.markers = markers = Markers(reasoning)
         self.bytes_of = bytes_of = texts.bytes_of
-        self.past_end: dict[Place, Mask] = {}
-        self.completing: dict[Place, Mask] = {}
+        self.past_end: dict[OutputPlace, Mask] = {}
+        self.completing: dict[OutputPlace, Mask] = {}
         for num_matched, candidates in _that_may_complete(markers.start, texts):
-            place = Place(Part.BEFORE, num_matched)
+            place = OutputPlace(OutputPart.BEFORE, num_matched)
             after = {each: markers.after(place, bytes_of[each]) for each in candidates}
-            past_end = [each for each, (to, num_answer) in after.items() if to.part is Part.ANSWER and num_answer]
-            completing = [each for each, (to, _) in after.items() if to.part in (Part.REASONING, Part.ANSWER)]
+            past_end = [each for each, (to, num_answer) in after.items() if to.part is OutputPart.ANSWER and num_answer]
+            completing = [
+                each for each, (to, _) in after.items() if to.part in (OutputPart.REASONING, OutputPart.ANSWER)
+            ]
             self.past_end[place] = self._mask(past_end)
             self.completing[place] = self._mask(completing)
         for num_matched, candidates in _that_may_complete(markers.end, texts):
-            place = Place(Part.REASONING, num_matched)
+            place = OutputPlace(OutputPart.REASONING, num_matched)
             past_end = [each for each in candidates if markers.after(place, bytes_of[each])[1]]
             self.past_end[place] = self._mask(past_end)
         self.opening = _next_tokens(markers.start, bytes_of, spell)
@@ -116,7 +118,7 @@ class ReasoningMatcher:
         self._place = tokens.markers.beginning
         self._num_tokens = 0
         # Follows the answer, or what may be one before the reasoning. None without a grammar, or where nothing may be.
-        self._answer = grammar.copy() if grammar is not None and self._place.part is Part.BEFORE else None
+        self._answer = grammar.copy() if grammar is not None and self._place.part is OutputPart.BEFORE else None
 
     @property
     def failure(self) -> str:
@@ -130,30 +132,30 @@ class ReasoningMatcher:
 
     def accept(self, token_id: int) -> bool:
         match self._place.part:
-            case Part.BEFORE:
+            case OutputPart.BEFORE:
                 is_allowed = self._accept_before(token_id)
-            case Part.REASONING:
+            case OutputPart.REASONING:
                 is_allowed = self._may_go_on_with(token_id)
-            case Part.ANSWER | Part.UNREASONED:
+            case OutputPart.ANSWER | OutputPart.UNREASONED:
                 return self._grammar is None or (self._answer is not None and self._answer.accept(token_id))
         if not is_allowed:
             return False
         self._num_tokens += 1
         self._place, _ = self._tokens.markers.after(self._place, self._tokens.bytes_of[token_id])
-        if self._place.part is Part.REASONING:
+        if self._place.part is OutputPart.REASONING:
             self._answer = None
-        elif self._place.part is Part.ANSWER and self._grammar is not None:
+        elif self._place.part is OutputPart.ANSWER and self._grammar is not None:
             self._answer = self._grammar.copy()
         return True
 
     def fill(self, mask: Mask) -> None:
         match self._place.part:
-            case Part.BEFORE:
+            case OutputPart.BEFORE:
                 self._fill_before(mask)
-            case Part.REASONING if self._is_used_up:
+            case OutputPart.REASONING if self._is_used_up:
                 mask[:] = 0
                 allow(mask, self._tokens.closing[self._place.num_matched])
-            case Part.REASONING if self._grammar is not None:
+            case OutputPart.REASONING if self._grammar is not None:
                 mask[:] = ~self._tokens.past_end[self._place]
                 forbid(mask, self._end_ids)
             case _ if self._answer is not None:
@@ -162,9 +164,9 @@ class ReasoningMatcher:
                 mask[:] = ALL_ALLOWED
 
     def forced(self) -> Sequence[int]:
-        if self._place.part is Part.REASONING and self._is_used_up:
+        if self._place.part is OutputPart.REASONING and self._is_used_up:
             return self._closing_tokens()
-        return () if self._answer is None or self._place.part is Part.BEFORE else self._answer.forced()
+        return () if self._answer is None or self._place.part is OutputPart.BEFORE else self._answer.forced()
 
     def _closing_tokens(self) -> Sequence[int]:
         """Returns the tokens of the end marker that are left, and those with which the grammar begins.
@@ -172,8 +174,8 @@ class ReasoningMatcher:
         Some markers begin anew again and again, where nothing spells the rest. Then it returns the tokens up to a place
         where the output was before.
         """
-        found, place, seen = list[int](), self._place, set[Place]()
-        while place.part is Part.REASONING:
+        found, place, seen = list[int](), self._place, set[OutputPlace]()
+        while place.part is OutputPart.REASONING:
             if place in seen:
                 return found
             seen.add(place)

@@ -120,10 +120,10 @@ def check_forwards(target: TargetModel, unsplit: Unsplit, far: Sequence[Unsplit]
 
     `name` is the model's name, for errors.
     """
-    pool = _Pool(target, name, num_rows=2)
+    pool = _ProbePool(target, name, num_rows=2)
     for what, parts in _FORWARDS:
         pool.check(what, {row: (unsplit, start, stop) for row, (start, stop) in parts.items()})
-    pool = _Pool(target, name, num_rows=1 + len(far))
+    pool = _ProbePool(target, name, num_rows=1 + len(far))
     stretches = dict(enumerate((unsplit, *far), 1))
     where = f"tokens at positions 0, {', '.join(str(each.start) for each in far)}"
     last = NUM_FAR_TOKENS - 1
@@ -149,7 +149,7 @@ def differences(seen: Tensor, expected: Tensor) -> Tensor:
     return each
 
 
-class _Pool:
+class _ProbePool:
     """A small KV pool in which forwards are compared with the reference. The slots of its rows are interleaved."""
 
     def __init__(self, target: TargetModel, name: str, *, num_rows: int) -> None:

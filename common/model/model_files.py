@@ -622,11 +622,11 @@ def load_causal_lm(
         shapes, report = load(whole_config, empty, "meta")
     except UnsupportedModel:
         model, _ = load(whole_config, {}, "meta", f"{name}/{CONFIG}")  # raises if the config is at fault, and no tensor
-        _check_parts(whole, _Sources(model, whole))
+        _check_parts(whole, _TensorSources(model, whole))
         raise
     _check_report(whole, shapes, report)
     count = _BytesRead(sum(stored.num_bytes for stored in files.tensors.values()), on_progress)
-    tensors = {tensor: _Unread(stored, count.add) for tensor, stored in files.tensors.items()}
+    tensors = {tensor: _UnreadTensor(stored, count.add) for tensor, stored in files.tensors.items()}
     try:
         if quantization is None:
             model, report = load(config, tensors, device)
@@ -653,7 +653,7 @@ class _BytesRead:
             self._on_progress(self._done, self._total)
 
 
-class _Unread:
+class _UnreadTensor:
     """A stored tensor for transformers, which reads it when it takes `tensor[...]`."""
 
     def __init__(self, stored: StoredTensor, on_read: Callable[[int], None]) -> None:
@@ -706,7 +706,7 @@ def _check_counts(files: ModelFiles, config: Any) -> None:
             )
 
 
-class _Sources:
+class _TensorSources:
     """Maps each of a model's tensors to the stored tensors that it is made of, all by name.
 
     transformers renames some stored tensors, and stacks or joins others.
@@ -756,7 +756,7 @@ class _Sources:
         return [each for pattern in there if pattern for each in self._siblings[pattern] if each not in there]
 
 
-def _check_parts(files: ModelFiles, sources: _Sources) -> None:
+def _check_parts(files: ModelFiles, sources: _TensorSources) -> None:
     """Raises UnsupportedModel, naming the tensors, if stored tensors cannot be combined into one."""
     for key, parts in sources.parts.items():
         if absent := sources.absent_patterns(key):
@@ -768,7 +768,7 @@ def _check_parts(files: ModelFiles, sources: _Sources) -> None:
 
 
 def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> None:
-    name, tensors, sources = files.directory.name, files.tensors, _Sources(model, files)
+    name, tensors, sources = files.directory.name, files.tensors, _TensorSources(model, files)
     if missing := sorted(report["missing_keys"]):
         raise UnsupportedModel(f"{name}: {_some(missing)} missing from {_file_names(files)}")
     for key, stored, expected in sorted(report["mismatched_keys"], key=lambda entry: str(entry[0])):

@@ -50,7 +50,7 @@ _LIBRARIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _ScaleBlock:
     """The part of a weight that one scale is for: so many rows and columns. None stands for all."""
 
     rows: int | None
@@ -100,7 +100,7 @@ class _OfModules:
     dtype: str
     num_bits: int
     scale: str
-    tile: _Tile
+    tile: _ScaleBlock
     cuts_tiles: bool
     zero_point: str | None = None
     shape: str | None = None
@@ -213,7 +213,7 @@ class _OfModules:
             expected[self.zero_point] = (_num_packed(grid[0], self.num_bits), grid[1]) if is_packed else grid
         for part, wanted in expected.items():
             stored = parts[part]
-            is_single = self.tile == _Tile(None, None) and math.prod(stored.shape) == 1
+            is_single = self.tile == _ScaleBlock(None, None) and math.prod(stored.shape) == 1
             if stored.shape != wanted and not is_single:
                 is_and_fits = f"is {list(stored.shape)}, and {list(wanted)} fit a weight of {list(shape)}"
                 raise _refused(stored, f"{module}.{part} {is_and_fits}")
@@ -316,7 +316,7 @@ def _fp8(settings: dict[str, Any], place: str) -> Quantization:
         dtype=_FP8,
         num_bits=8,
         scale="weight_scale_inv",
-        tile=_Tile(*(block or (None, None))),
+        tile=_ScaleBlock(*(block or (None, None))),
         cuts_tiles=False,  # transformers takes the block's size from the number of scales
         unused=("activation_scale",),
     )
@@ -381,10 +381,10 @@ def _scheme(group: dict[str, Any], model_format: Any, place: str) -> _OfModules:
             " supported"
         )
     tile = {
-        "tensor": _Tile(None, None),
-        "channel": _Tile(1, None),
-        "group": _Tile(1, weights["group_size"]),
-        "block": _Tile(*(weights.get("block_structure") or (None, None))),
+        "tensor": _ScaleBlock(None, None),
+        "channel": _ScaleBlock(1, None),
+        "group": _ScaleBlock(1, weights["group_size"]),
+        "block": _ScaleBlock(*(weights.get("block_structure") or (None, None))),
     }.get(weights["strategy"])
     if tile is None or weights["dynamic"]:
         raise UnsupportedModel(f"{place}.weights.strategy {weights['strategy']!r} is not supported")

@@ -91,7 +91,7 @@ class LayerShape:
     head_dim: int
 
 
-class _Probe:
+class _AttentionProbe:
     """Records the attention calls of a forward in order, and the first trait that is not served.
 
     `num_tokens` is the length of the row, if masks are made (see `_probe_mask`).
@@ -145,7 +145,7 @@ def _probe_attention(
     value: Tensor,
     attention_mask: Any,
     *,
-    attention_probe: _Probe | None = None,
+    attention_probe: _AttentionProbe | None = None,
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
@@ -242,7 +242,7 @@ def probe_attention(
             ) from error
         return logits
 
-    probe = _Probe()
+    probe = _AttentionProbe()
     tokens = probe_tokens(model, torch_device)
     try:
         forward(tokens, attention_probe=probe)
@@ -294,7 +294,7 @@ def _compute_far(forward: Callable[..., Tensor], model: Any, tokens: Tensor, sta
     """
     positions = torch.arange(start, start + tokens.numel(), device=tokens.device).unsqueeze(0)
     past = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    own, told = _Probe(start + tokens.numel()), _Probe(tokens.numel())
+    own, told = _AttentionProbe(start + tokens.numel()), _AttentionProbe(tokens.numel())
     logits = forward(tokens, attention_probe=own, use_cache=True, **{past: _ToldPast(start)})
     forward(tokens, attention_probe=told, position_ids=positions)
     if own.trait is not None or told.trait is not None:

@@ -31,7 +31,7 @@ from common.model.loader import load_target
 from common.model.part import MemberLost, Part
 from common.model.target import TargetModel
 from common.ranks.leader import error_place, write_error
-from common.ranks.messages import AnnouncedForward, Forward, Load, NewFile, NewKv, NoMorePool, Replay, ToFollower
+from common.ranks.messages import AnnouncedForward, Forward, Load, NewFile, NewKv, NoMorePool, ReplayForward, ToFollower
 from common.ranks.one_pool import received
 from common.ranks.own_kv import ReceivedForwards
 from common.ranks.process_group import GroupCollective, new_store
@@ -174,7 +174,7 @@ class OwnKvRank:
             case AnnouncedForward(graph=int(number)):
                 self._graphs[number] = _new_graph(self._device)
                 self._graphs[number].record(partial(self._compute, message))
-            case Replay(number):
+            case ReplayForward(number):
                 self._forwards.note_replay()
                 self._graphs[number].replay()
             case other:

@@ -92,10 +92,10 @@ class AnnouncedForward:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayForward:
     """Replays the forward that was recorded under this number. Its tensors follow in the same broadcast as then."""
 
     graph: int
 
 
-ToFollower = NewFile | NewKv | NoMorePool | Forward | AnnouncedForward | Replay
+ToFollower = NewFile | NewKv | NoMorePool | Forward | AnnouncedForward | ReplayForward

@@ -27,7 +27,7 @@ from common.device.graph import Graph, GraphRecorder, GraphWork
 from common.host.shared_tensors import SharedTensors
 from common.kv.kv_shard import KvShard, NoRoomForShard
 from common.kv.window_slots import WindowKv
-from common.ranks.messages import AnnouncedForward, NewKv, Replay, ToFollower
+from common.ranks.messages import AnnouncedForward, NewKv, ReplayForward, ToFollower
 from common.ranks.pool_of_ranks import PoolOfRanks, ToRanks
 from common.ranks.process_group import GroupCollective
 
@@ -144,7 +144,7 @@ class OwnKv(PoolOfRanks):
             return
         self._collective.note_replay()
         try:
-            ranks.send(Replay(graph))
+            ranks.send(ReplayForward(graph))
             self._is_replaying = True
             yield
         except Exception as error:

@@ -1,7 +1,7 @@
 """The life of a service: it starts, serves, drains and ends.
 
     serve ─builds─▶ EngineInbox ◀─ edge ◀─ engine ◀─ EngineThread ─┐
-                                    └─────────── Server ───────────┼─▶ ServiceLife.run
+                                    └─────────── FrontServer ───────────┼─▶ ServiceLife.run
                                                        Watchdog ───┘
 
 `ServiceLife.run` is the one place that defines in which order the parts start and stop, and why.
@@ -20,7 +20,7 @@ from common.config.settings import ServiceSettings
 from common.errors import BatonError, EngineLost, EngineStalled
 from common.service.engine_thread import EngineThread
 from common.service.runtime import Runtime
-from common.service.server import Server
+from common.service.server import FrontServer
 from common.service.watchdog import Watchdog
 from common.service.work_beside import Work
 from common.telemetry.engine_metrics import EngineMetrics
@@ -80,7 +80,7 @@ class ServiceLife:
         metrics: EngineMetrics,
         thread: EngineThread[Any],
         edge: ServiceEdge,
-        server: Server,
+        server: FrontServer,
         populate: Work,
     ) -> None:
         self.thread = thread

@@ -66,7 +66,7 @@ _PROGRAMS = {Role.PREFILL: "prefill_service", Role.DECODE: "decode_service"}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RolePart:
     """What a process needs to serve in one role: the settings, and the function that serves."""
 
     settings: ServiceSettings
@@ -118,11 +118,11 @@ def _load_and_serve(settings: SettingsT, instance_id: str, import_serve: Callabl
         from common.service.runtime import open_runtime
         from common.telemetry.exposition import MetricsServer
 
-        parts = {settings.role: Part(settings, import_serve())}
+        parts = {settings.role: RolePart(settings, import_serve())}
         if other is not None:
             # By its name: the two services do not import each other, and this module imports neither.
             main = importlib.import_module(f"{_PROGRAMS[other.role]}.main")
-            parts[other.role] = Part(other, main.serve)
+            parts[other.role] = RolePart(other, main.serve)
     runtime, registry = open_runtime(settings, other), CollectorRegistry()
     with (
         contextlib.closing(runtime),
@@ -135,18 +135,18 @@ def _load_and_serve(settings: SettingsT, instance_id: str, import_serve: Callabl
         run(serve_roles(parts, runtime, metrics, instance_id=instance_id, on_role=_name_in_logs))
 
 
-def _name_in_logs(part: Part, instance_id: str) -> None:
+def _name_in_logs(part: RolePart, instance_id: str) -> None:
     settings = part.settings
     configure_logs(settings.log_level, settings.log_format, service=part.program, instance_id=instance_id)
 
 
 async def serve_roles(
-    parts: Mapping[Role, Part],
+    parts: Mapping[Role, RolePart],
     runtime: Runtime,
     metrics: RoleMetrics,
     *,
     instance_id: str,
-    on_role: Callable[[Part, str], None] = lambda part, instance_id: None,
+    on_role: Callable[[RolePart, str], None] = lambda part, instance_id: None,
 ) -> None:
     """Serves in the first role of `parts`, then in the one that is ordered, and so on, until SIGTERM or SIGINT.
 
@@ -155,7 +155,7 @@ async def serve_roles(
     called before each later one begins, with its instance id.
     """
     switch = RoleSwitch(tuple(parts))
-    turn = _Turn(parts[switch.role], instance_id, runtime)
+    turn = _RoleTurn(parts[switch.role], instance_id, runtime)
     with contextlib.ExitStack() as signals:
         while True:
             could_not = await turn.serve(switch, metrics, signals)
@@ -164,9 +164,9 @@ async def serve_roles(
                 return
             if could_not:
                 assert turn.before is not None
-                turn = _Turn(turn.before, uuid.uuid4().hex, runtime, failure=could_not)
+                turn = _RoleTurn(turn.before, uuid.uuid4().hex, runtime, failure=could_not)
             else:
-                turn = _Turn(parts[role], uuid.uuid4().hex, runtime, before=turn.part)
+                turn = _RoleTurn(parts[role], uuid.uuid4().hex, runtime, before=turn.part)
             _free()
             on_role(turn.part, turn.instance_id)
 
@@ -178,17 +178,17 @@ def _free() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _RoleTurn:
     """One turn of a process in a role. `runtime` is the one that was opened.
 
     `before` is the part to go back to if this one cannot begin, None if there is none. `failure` says why the process
     has gone back to this role, if it has.
     """
 
-    part: Part
+    part: RolePart
     instance_id: str
     runtime: Runtime
-    before: Part | None = None
+    before: RolePart | None = None
     failure: str = ""
 
     async def serve(self, switch: RoleSwitch, metrics: RoleMetrics, signals: contextlib.ExitStack) -> str:

@@ -64,7 +64,7 @@ class ServerLimits:
     connection_age_s: float | None = None
 
 
-class Server(ABC):
+class FrontServer(ABC):
     """An object that answers a service's clients: a gRPC server in this process, or those of several processes."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Server(ABC):
             await self.set_ready(is_ready())
 
 
-class ServiceServer(Server):
+class ServiceServer(FrontServer):
     """A gRPC server with health checks and reflection, and with the services Timeline and Roles if they are given.
 
     Add other servicers to `grpc_server` before `start`. Health has two names: "" says that the process is alive,

@@ -52,7 +52,7 @@ class MetricsServer:
         fields = {"registry": registry, "tokens": tuple(tokens), "is_local": is_local}
         self._handler = type("Handler", (_Handler,), fields)
         self._has_tokens = bool(tokens)
-        self._running: tuple[_Server, threading.Thread] | None = None
+        self._running: tuple[_ThreadingServer, threading.Thread] | None = None
 
     @property
     def port(self) -> int | None:
@@ -61,7 +61,7 @@ class MetricsServer:
     def __enter__(self) -> Self:
         if self._listen:
             try:
-                server = _Server(self._listen, self._handler)
+                server = _ThreadingServer(self._listen, self._handler)
             except (OSError, UnicodeError) as error:
                 reason = why_not_listen(self._listen) or error
                 raise ConfigError(f"metrics_listen: cannot listen on {self._listen}: {reason}") from error
@@ -82,7 +82,7 @@ class MetricsServer:
             thread.join()
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _ThreadingServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 64

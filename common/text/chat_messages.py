@@ -86,7 +86,7 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOptions:
+class TemplateOptions:
     """The values that a chat template gets besides the messages.
 
     `chat_template_kwargs` is JSON text: an object with more variables of the template, or "". With
@@ -106,20 +106,20 @@ class ChatOptions:
             yield from tool.texts
 
 
-NO_OPTIONS = ChatOptions()
+NO_OPTIONS = TemplateOptions()
 
 
-def chat_to_json(messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
+def chat_to_json(messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS) -> str:
     return json.dumps([messages, options], default=lambda value: [getattr(value, name) for name in value.__slots__])
 
 
-def chat_from_json(entries: Iterable[Any]) -> tuple[list[ChatMessage], ChatOptions]:
+def chat_from_json(entries: Iterable[Any]) -> tuple[list[ChatMessage], TemplateOptions]:
     """Builds messages and options from `entries`, the parsed JSON of `chat_to_json`."""
     messages, (tools, *options) = entries
     return [
         ChatMessage(role, content, tuple(ToolCall(*call) for call in tool_calls), *rest)
         for role, content, tool_calls, *rest in messages
-    ], ChatOptions(tuple(Tool(*tool) for tool in tools), *options)
+    ], TemplateOptions(tuple(Tool(*tool) for tool in tools), *options)
 
 
 _MAX_DEPTH = 100

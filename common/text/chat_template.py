@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from common.text.chat_messages import NO_OPTIONS, ROLES, ChatMessage, ChatOptions, Tool, ToolCall, json_object
+from common.text.chat_messages import NO_OPTIONS, ROLES, ChatMessage, TemplateOptions, Tool, ToolCall, json_object
 from common.text.generic_tools import in_ordinary_messages
 
 _MAX_CACHED_SHAPES = 256
@@ -62,7 +62,7 @@ class TextTooLong(ValueError):
     """A text exceeds its limit."""
 
 
-class _Said(NamedTuple):
+class _SaidPart(NamedTuple):
     """A part of a conversation: of the message with this index, or of the tools if the index is _TOOLS."""
 
     message: int
@@ -75,7 +75,7 @@ class _Dropped(NamedTuple):
     the words beside calls in `messages`, which it may leave out.
     """
 
-    first: _Said | None
+    first: _SaidPart | None
     messages: frozenset[int] = frozenset()
 
 
@@ -114,7 +114,7 @@ class ChatTemplate:
         self._num_dropped = {role: self._find_num_dropped(role) for role in ROLES}
 
     def render(
-        self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS, *, max_chars: int = _MAX_CHARS
+        self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS, *, max_chars: int = _MAX_CHARS
     ) -> str:
         """Renders the messages, by default up to where an assistant's answer begins. Raises ChatRefused or TextTooLong.
 
@@ -150,7 +150,7 @@ class ChatTemplate:
         """The names of the variables that a request may set."""
         return sorted(self._variables - self._special_tokens.keys() - _OWN_VARIABLES)
 
-    def _check_kwargs(self, options: ChatOptions) -> None:
+    def _check_kwargs(self, options: TemplateOptions) -> None:
         """Raises ChatRefused for a variable that the template does not read, or that a request may not set."""
         for name in json_object(options.chat_template_kwargs) or ():
             if name not in self._variables:
@@ -164,7 +164,7 @@ class ChatTemplate:
     def _render(
         self,
         messages: Sequence[ChatMessage],
-        options: ChatOptions = NO_OPTIONS,
+        options: TemplateOptions = NO_OPTIONS,
         *,
         form: _CallsForm | None = None,
         max_chars: int = _MAX_CHARS,
@@ -294,7 +294,7 @@ class ChatTemplate:
         """Whether the template tells the model of tools, in a conversation with or without a system message."""
         for before in _BEGINNINGS:
             with suppress(ChatRefused, TextTooLong):
-                text = self._render([*before, _USER], ChatOptions((_MARKED_TOOL,)))
+                text = self._render([*before, _USER], TemplateOptions((_MARKED_TOOL,)))
                 if all(marker in text for marker in _TOOL_MARKERS):
                     return True
         return False
@@ -308,14 +308,14 @@ class ChatTemplate:
     def _writes_system(self) -> bool:
         return self._keeps("system", _marker(0), _AROUND["system"][0])
 
-    def _find_short(self, messages: Sequence[ChatMessage]) -> _Said | None:
+    def _find_short(self, messages: Sequence[ChatMessage]) -> _SaidPart | None:
         """Returns the first content that the template leaves out for being short, or None."""
         for index, message in enumerate(messages):
             if 0 < len(message.content.strip()) <= self._num_dropped[message.role]:
                 return _contents_of(index, message.role)
         return None
 
-    def _find_dropped(self, shape: bytes, options: ChatOptions) -> _Dropped:
+    def _find_dropped(self, shape: bytes, options: TemplateOptions) -> _Dropped:
         """Returns what the template leaves out of a conversation of this `_shape`. Options that have tools have
         _MARKED_TOOL.
 
@@ -324,7 +324,7 @@ class ChatTemplate:
         """
         probes, said = _probes(shape)
         if options.tools:
-            said |= dict.fromkeys(_TOOL_MARKERS, _Said(_TOOLS, "the tools"))
+            said |= dict.fromkeys(_TOOL_MARKERS, _SaidPart(_TOOLS, "the tools"))
         try:
             text = self._render(probes, options)
         except (ChatRefused, TextTooLong):
@@ -355,7 +355,7 @@ _MARKED_CALLS = (
     ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name="f"),
 )
 _BEGINNINGS: Sequence[Sequence[ChatMessage]] = ((), (ChatMessage("system", "s"),))
-_WITH_AND_WITHOUT_TOOL = (NO_OPTIONS, ChatOptions((_MARKED_TOOL,)))
+_WITH_AND_WITHOUT_TOOL = (NO_OPTIONS, TemplateOptions((_MARKED_TOOL,)))
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 _Around = tuple[Sequence[ChatMessage], Sequence[ChatMessage]]
 _AROUND: Mapping[str, Sequence[_Around]] = {
@@ -436,14 +436,14 @@ def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> 
     return bytes(shape)
 
 
-def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
+def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _SaidPart]]:
     """Returns a conversation of this `_shape` whose contents are markers, and a mapping of each marker to the part of
     the conversation that it stands for.
     """
     probes: list[ChatMessage] = []
-    said: dict[str, _Said] = {}
+    said: dict[str, _SaidPart] = {}
 
-    def marker_of(each: _Said) -> str:
+    def marker_of(each: _SaidPart) -> str:
         said[marker := _marker(len(said))] = each
         return marker
 
@@ -452,8 +452,8 @@ def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
         if code & _CALL:
             calls = probes[-1].tool_calls
             index, part = len(probes) - 1, f".tool_calls[{len(calls)}]"
-            name = marker_of(_Said(index, "the function's name", part))
-            words = [marker_of(_Said(index, "the arguments", part)) for _ in range(4)]
+            name = marker_of(_SaidPart(index, "the function's name", part))
+            words = [marker_of(_SaidPart(index, "the arguments", part)) for _ in range(4)]
             arguments = json.dumps(dict([words[:2], words[2:]])) if code & _IS_OBJECT else " ".join(words)
             probes[-1] = replace(probes[-1], tool_calls=[*calls, ToolCall(name, arguments, tool_call_id)])
             continue
@@ -464,11 +464,11 @@ def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _Said]]:
     return probes, said
 
 
-def _contents_of(index: int, role: str) -> _Said:
-    return _Said(index, f"what the {role} says")
+def _contents_of(index: int, role: str) -> _SaidPart:
+    return _SaidPart(index, f"what the {role} says")
 
 
-def _left_out(said: _Said, places: Sequence[str], how: str) -> ChatRefused:
+def _left_out(said: _SaidPart, places: Sequence[str], how: str) -> ChatRefused:
     """Returns the error for a part that the template leaves out. `places` says where each message comes from."""
     place = _TOOLS_PLACE if said.message == _TOOLS else places[said.message]
     return ChatRefused(f"the model's chat template {how} {said.what} here", f"chat.{place}{said.part}")
@@ -493,7 +493,7 @@ def _find_missing(
     text: str,
     *,
     has_objects: bool,
-) -> _Said | None:
+) -> _SaidPart | None:
     """Returns the first part of the conversation that is missing from the text, or None.
 
     `pieces` has the `_pieces` of each message. `has_objects` says that the template got the arguments of tool
@@ -521,15 +521,15 @@ def _find_missing(
             part = f".tool_calls[{number}]"
             words = _InAnyOrder(search, ends["call"])
             if not words.finds(call.name):
-                return _Said(index, "the function's name", part)
+                return _SaidPart(index, "the function's name", part)
             arguments = _object_of(call.arguments) if has_objects else None
             if not all(map(words.finds, [call.arguments] if arguments is None else _leaves(arguments))):
-                return _Said(index, "the arguments", part)
+                return _SaidPart(index, "the arguments", part)
             ends["call"] = words.end
     return None
 
 
-def _find_missing_of_tools(tools: Sequence[Tool], search: _Search) -> _Said | None:
+def _find_missing_of_tools(tools: Sequence[Tool], search: _Search) -> _SaidPart | None:
     """Returns the first name or description of a tool, or name of a parameter, that is missing; None if all are there.
 
     Tools must come in order. Other parts of a schema are not looked for, because some templates write it in a language
@@ -545,7 +545,7 @@ def _find_missing_of_tools(tools: Sequence[Tool], search: _Search) -> _Said | No
         ]
         for words, what in [(tool.name, "the function's name"), *said]:
             if words.strip() and search.end_of(words, start) < 0:
-                return _Said(_TOOLS, what, f"[{number}]")
+                return _SaidPart(_TOOLS, what, f"[{number}]")
         start = search.end_of(tool.name, start)
     return None
 
@@ -725,7 +725,7 @@ class _refusing:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(
@@ -734,7 +734,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """The tag `{% generation %}`, which marks the assistant's words for training. Here it only renders its body."""
 
     def __init__(self, environment: Environment) -> None:

@@ -129,7 +129,7 @@ class OutputRefused(Exception):
     """Output that a request brings along does not fit its grammar, or its reasoning is too long."""
 
 
-class Tokens(Protocol):
+class TokenSpelling(Protocol):
     """The part of a tokenizer that grammars need. `TextTokenizer` describes the methods."""
 
     def bytes_of(self, token_id: int) -> bytes: ...
@@ -263,7 +263,7 @@ class _Vocabulary:
     then allows only these tokens.
     """
 
-    def __init__(self, tokenizer: Tokens, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TokenSpelling, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.tokens = [tokenizer.bytes_of(token_id) for token_id in range(vocab_size)]
         # An id without a token must not be among them: its empty name would be a beginning of every special token.
         self.special_token_ids = [each for each, part in enumerate(self.tokens) if part and tokenizer.is_skipped(each)]
@@ -357,7 +357,7 @@ class Grammars:
 
     def __init__(
         self,
-        tokenizer: Callable[[], Tokens],
+        tokenizer: Callable[[], TokenSpelling],
         *,
         vocab_size: int,
         eos_token_ids: Sequence[int],

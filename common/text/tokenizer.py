@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from common.errors import UnsupportedModel
 from common.model.model_files import model_faults, read_tokenizer
-from common.text.chat_messages import NO_OPTIONS, ChatMessage, ChatOptions
+from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions
 from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
 from common.text.token_bytes import TokenBytes
 
@@ -53,7 +53,7 @@ class PromptEncoder(Protocol):
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the token ids of `text`, with the special tokens that the model's tokenizer adds by itself."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS) -> tuple[int, ...]:
         """Renders the messages with the model's chat template, by default up to where an answer begins, and encodes the
         text.
 
@@ -169,7 +169,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         """Returns the names of the template's variables that a request may set. Raises ChatRefused without one."""
         return self._chat_template.variables
 
-    def encode_chat(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
+    def encode_chat(self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS) -> tuple[int, ...]:
         return self._encode(self._chat_template.render(messages, options), adds_special_tokens=False)
 
     @cached_property

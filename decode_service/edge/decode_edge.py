@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from common.errors import BatonError, Draining
 from common.service.engine_thread import EnginePort
-from decode_service.edge.live_requests import OpenRequests
+from decode_service.edge.live_requests import AllLiveRequests
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.handoff.transport import HandoffTransport
 from decode_service.messages import Command, Drain
@@ -21,7 +21,7 @@ class DecodeEdge:
         self,
         *,
         engine: EnginePort[Command],
-        live_requests: OpenRequests,
+        live_requests: AllLiveRequests,
         replicas: ReplicaBoard,
         transport: HandoffTransport,
     ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from common.errors import EngineLost
-from decode_service.edge.live_requests import OpenRequests
+from decode_service.edge.live_requests import AllLiveRequests
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.unread_events import UnreadEvents
 from decode_service.handoff.transport import HandoffTransport
@@ -43,7 +43,7 @@ class EventRouter:
         self,
         *,
         loop: asyncio.AbstractEventLoop,
-        live_requests: OpenRequests,
+        live_requests: AllLiveRequests,
         transport: HandoffTransport,
         replicas: ReplicaBoard,
     ) -> None:

@@ -45,7 +45,7 @@ MAX_PROMPT_LOGPROB_BYTES = 256 << 20
 _RETRY_AFTER_S = 1
 
 
-class OpenRequests(Protocol):
+class AllLiveRequests(Protocol):
     """The live requests of a service, for its engine and its life, whichever processes have them."""
 
     def __len__(self) -> int: ...
@@ -69,7 +69,7 @@ class OpenRequests(Protocol):
         """Waits until no request is live any more."""
 
 
-class LiveRequests(OpenRequests):
+class LiveRequests(AllLiveRequests):
     """The live requests of the process. For the event loop only.
 
     From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. If a client finds no

@@ -19,7 +19,7 @@ from common.text.chat_messages import (
     NO_OPTIONS,
     ROLES,
     ChatMessage,
-    ChatOptions,
+    TemplateOptions,
     Tool,
     ToolCall,
     ToolChoice,
@@ -72,7 +72,7 @@ class TokenIdsPrompt:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
-    options: ChatOptions = NO_OPTIONS
+    options: TemplateOptions = NO_OPTIONS
 
     @property
     def continued(self) -> str:
@@ -306,7 +306,7 @@ def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
     )
 
 
-def _chat_options(chat: inference_pb2.Chat) -> ChatOptions:
+def _chat_options(chat: inference_pb2.Chat) -> TemplateOptions:
     if len(chat.tools) > MAX_TOOLS:
         raise InvalidRequest("chat.tools", f"more than {MAX_TOOLS}")
     kwargs = chat.chat_template_kwargs
@@ -331,7 +331,9 @@ def _chat_options(chat: inference_pb2.Chat) -> ChatOptions:
             raise InvalidRequest(f"{place}.parameters", "is no schema of objects")
     if chat.HasField("tool_choice") and not tools:
         raise InvalidRequest("chat.tool_choice", "there are no tools")
-    return ChatOptions(tools, kwargs, chat.continue_final_message, add_generation_prompt=_adds_generation_prompt(chat))
+    return TemplateOptions(
+        tools, kwargs, chat.continue_final_message, add_generation_prompt=_adds_generation_prompt(chat)
+    )
 
 
 def _tool_choice(choice: inference_pb2.ToolChoice, tools: Sequence[Tool]) -> ToolChoice:

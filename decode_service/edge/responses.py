@@ -11,7 +11,7 @@ from common.sampling.params import NUMBER_OPTIONS, ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.text.tokenizer import TokenDecoder
 from decode_service.edge.live_request import Ending
-from decode_service.edge.text.output import OutputPiece, PositionLogprobs
+from decode_service.edge.text.output import OutputLogprobs, OutputPiece
 from decode_service.messages import FinishReason
 
 _REASONS = {
@@ -109,7 +109,7 @@ def pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:
     return types_pb2.PoolLoad(**dataclasses.asdict(counts))
 
 
-def _position_logprobs(token_id: int, position: PositionLogprobs) -> types_pb2.PositionLogprobs:
+def _position_logprobs(token_id: int, position: OutputLogprobs) -> types_pb2.PositionLogprobs:
     logprobs = position.logprobs
     return types_pb2.PositionLogprobs(
         chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=logprobs.chosen, token=position.token),

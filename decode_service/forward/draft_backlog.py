@@ -25,7 +25,7 @@ from decode_service.forward.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadTokens:
     """T tokens for the head to read; the tokens of one row are adjacent.
 
     `captured` [T, states * H] are the target's hidden states at these tokens: those of several layers side by side,
@@ -56,13 +56,13 @@ class DraftBacklog:
     def put(self, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
         """Stores the single token that each row gained in a step without drafts, for the head to read later.
 
-        `captured` [B, states * H] and `next_ids` [B] are those of `Unread`.
+        `captured` [B, states * H] and `next_ids` [B] are those of `UnreadTokens`.
         """
         places = upload_array(batch.draft_lag, next_ids.device)
         self._captured[batch.req_pool_indices, places] = captured
         self._next_ids[batch.req_pool_indices, places] = next_ids
 
-    def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
+    def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> UnreadTokens:
         """Returns the head's input for all tokens of the batch's rows that it has not read: the tokens, the target's
         hidden states, and the slots for the head's KV. Call it after `put`.
 
@@ -91,4 +91,4 @@ class DraftBacklog:
             kv=pool.buffers[group],
             logits_rows=None,
         )
-        return Unread(window, self._captured[rows, places], next_ids, last)
+        return UnreadTokens(window, self._captured[rows, places], next_ids, last)

@@ -28,7 +28,7 @@ from common.kv.pool import KvPool
 from common.model.target import Target, TargetOutput
 from common.sampling.operators import Sampled, draw
 from common.sampling.state import NO_SAMPLING, SamplingState
-from decode_service.forward.draft_backlog import DraftBacklog, Unread
+from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.forward.worker import HostDrafts, HostTokens, OnPublish, WorkerOutput, step_figures, window_input
@@ -273,7 +273,7 @@ class SpeculativeWorker(ABC):
         self._backlog.put(batch, verified.captured[:, 0], verified.tokens[:, 0])
         return RelayPayload(verified.tokens[:, 0])
 
-    def _accepted(self, batch: ForwardBatch, verified: _Verified) -> Unread:
+    def _accepted(self, batch: ForwardBatch, verified: _Verified) -> UnreadTokens:
         """Returns the head's input after a step with drafts: the step's own tokens, of which `last` marks the last
         accepted one.
 
@@ -283,7 +283,7 @@ class SpeculativeWorker(ABC):
         assert not batch.draft_lag.any(), "a step that drafts has seeds, and so a head that has read everything"
         num_rows, num_tokens = verified.tokens.shape
         starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
-        return Unread(
+        return UnreadTokens(
             window_input(batch, verified.tokens, self._pool, self._draft.layer_group.name),
             verified.captured.flatten(0, 1),
             verified.tokens.flatten(),

@@ -111,7 +111,7 @@ class _Segment:
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _LandingCall:
     replica: str
     rows: dict[int, LandingRow]
 
@@ -174,7 +174,7 @@ class LandingZone:
         self._vocab_size = vocab_size
         self._stream = device.new_stream("landing", StreamKind.COPY, on_event)
         self._copy = _copy_of(device.torch_device, nontemporal=nontemporal_copies)
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _LandingCall] = {}
         self._complete: dict[LandingRow, None] = {}
         self._waiting: deque[_Segment] = deque()
         self._copying: deque[tuple[str, KvSegment, Event]] = deque()
@@ -218,7 +218,7 @@ class LandingZone:
                 received_bytes=dict.fromkeys(self._pool.groups, 0),
                 scope=Scope(f"landing {req.request_id}"),
             )
-        self._calls[call_id] = _Call(replica, rows)
+        self._calls[call_id] = _LandingCall(replica, rows)
 
     def _expected(self, req: Request, group: LayerGroupSpec) -> NDArray[np.bool_]:
         """Returns which KV of a group is sent for a request, [layers, tokens]."""

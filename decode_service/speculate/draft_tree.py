@@ -11,7 +11,7 @@ from common.sampling.state import Ancestors
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class AcceptedPath:
     """The accepted nodes of each row, root first. The step commits the token that the target drew after each of them.
 
     `path` [B, W] int64 holds node numbers. Only the first `accept_lens` [B] entries of a row count.
@@ -76,7 +76,7 @@ class DraftTree:
             counted=self.mask[:, :, 1:].flatten(0, 1).to(torch.int32),
         )
 
-    def accept(self, target_ids: Tensor) -> Accepted:
+    def accept(self, target_ids: Tensor) -> AcceptedPath:
         """Returns the nodes that the target model accepts.
 
         `target_ids` [B, D + 1] are the tokens that the target draws after each node. A draft is accepted if it and all
@@ -85,9 +85,9 @@ class DraftTree:
         if self.is_chain:
             is_right = self.token_ids == target_ids[:, :-1]
             path = torch.arange(self.num_nodes, device=self.token_ids.device).expand(target_ids.shape[0], -1)
-            return Accepted(path, is_right.cumprod(dim=1).sum(dim=1) + 1)
+            return AcceptedPath(path, is_right.cumprod(dim=1).sum(dim=1) + 1)
         is_right = torch.ones(target_ids.shape, dtype=torch.bool, device=target_ids.device)
         is_right[:, 1:] = self.token_ids == target_ids.gather(1, self.parents)
         is_accepted = ~(self.mask & ~is_right.unsqueeze(1)).any(dim=2)
         path = is_accepted.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
-        return Accepted(path[:, : self.num_levels + 1], is_accepted.sum(dim=1))
+        return AcceptedPath(path[:, : self.num_levels + 1], is_accepted.sum(dim=1))

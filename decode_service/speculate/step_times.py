@@ -26,7 +26,7 @@ _CLASSES_PER_DOUBLING = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _TimedStep:
     depth: int
     num_rows: int
     seconds: float
@@ -37,11 +37,11 @@ class StepTimes:
     """Measured times of decode steps, by depth and number of rows, and estimates from them."""
 
     def __init__(self, *, num_levels: int, max_draft_lag: int) -> None:
-        self._plain_s = _Curve(min)  # seconds without drafts, by number of rows
+        self._plain_s = _SizeCurve(min)  # seconds without drafts, by number of rows
         # Seconds per token that the head reads after steps without drafts, by number of such tokens
-        self._read_s_per_token = _Curve(min)
+        self._read_s_per_token = _SizeCurve(min)
         # One curve per depth from 1: time with drafts over time without, by number of rows
-        self._quotients = [_Curve(median_high) for _ in range(num_levels)]
+        self._quotients = [_SizeCurve(median_high) for _ in range(num_levels)]
         # Pairs from steps without drafts: the head's seconds, and those of all else
         self._parts_s: deque[tuple[float, float]] = deque(
             maxlen=max_draft_lag * math.ceil(MAX_DRAFT_LAG / max_draft_lag)
@@ -49,8 +49,8 @@ class StepTimes:
         self._head_share = 0.0  # the head's seconds over those of all else, from those pairs
         self._met: set[tuple[int, int]] = set()  # pairs (depth, class of row counts) of measured steps
         self._reads_met: set[int] = set()
-        self._before: _Step | None = None
-        self._latest: _Step | None = None
+        self._before: _TimedStep | None = None
+        self._latest: _TimedStep | None = None
 
     @property
     def is_known(self) -> bool:
@@ -111,7 +111,7 @@ class StepTimes:
                     all_else_s = sum(all_else for _, all_else in self._parts_s)
                     self._head_share = sum(head for head, _ in self._parts_s) / all_else_s
         self._finish(idle_s=stats.idle_s or 0.0)
-        self._latest = _Step(depth, num_rows, seconds, is_first)
+        self._latest = _TimedStep(depth, num_rows, seconds, is_first)
 
     def _finish(self, *, idle_s: float) -> None:
         """Adds to the latest step the `idle_s` seconds for which the forward stream waited after it.
@@ -139,7 +139,7 @@ def _skips_head(spec_info: SpecInfo, num_rows: int, stats: SpeculationStats) -> 
     return runs and stats.num_forced == (spec_info.num_steps,) * num_rows
 
 
-class _Curve:
+class _SizeCurve:
     """A measured figure as a function of a size, such as the number of rows.
 
     Similar sizes form a class: sizes from 1 to 2, 2 to 4 and so on are two classes each. `figure` reduces the last few

@@ -30,7 +30,7 @@ from gateway.fields import ChoicesFields, RequestFields, parse_fields
 from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
-from gateway.plan import ChatPrompt, Plan
+from gateway.plan import ChatInput, Plan
 from gateway.reasoning import Effort, ReasoningFields, effort_wish
 from gateway.tools import parse_tools
 
@@ -165,9 +165,9 @@ class ChatChoice:
         return with_token_ids(chunk, token_ids, self._plan)
 
 
-def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> ChatPrompt:
+def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> ChatInput:
     """Returns the prompt of a chat. Raises ApiError, which names the wrong field."""
-    return ChatPrompt(
+    return ChatInput(
         messages=tuple(_message(f"messages[{i}]", each) for i, each in enumerate(messages)),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
         options=_template_options(fields),

@@ -17,7 +17,7 @@ from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, stop_reaso
 from gateway.errors import invalid
 from gateway.fields import ChoicesFields, parse_fields
 from gateway.logprobs import CompletionLogprobs, prompt_logprobs
-from gateway.plan import Plan, Prompt, TextPrompt, TokenIdsPrompt
+from gateway.plan import Plan, Prompt, TextInput, TokenIdsInput
 
 _PROMPT_KINDS = "must be a string, or a list of strings, of token ids, or of lists of token ids"
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -55,7 +55,7 @@ class TextChoice:
         self._plan = plan
         prompt = plan.prompt_of(index)
         is_cut = plan.truncate_prompt_tokens is not None
-        self._echoed = prompt.text if plan.echoes_prompt and isinstance(prompt, TextPrompt) and not is_cut else None
+        self._echoed = prompt.text if plan.echoes_prompt and isinstance(prompt, TextInput) and not is_cut else None
         self._logprobs = CompletionLogprobs(self._echoed)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -132,7 +132,7 @@ def parse_completion(body: bytes) -> Plan:
     prompts = _prompts(fields.prompt)
     echoed = fields.logprobs if fields.echo else None
     is_cut = fields.truncate_prompt_tokens is not None
-    needs_tokens = fields.echo and (is_cut or not isinstance(prompts[0], TextPrompt))  # decode knows their text
+    needs_tokens = fields.echo and (is_cut or not isinstance(prompts[0], TextInput))  # decode knows their text
     return Plan(
         model=fields.model,
         prompts=prompts,
@@ -186,13 +186,13 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
     lists.
     """
     if isinstance(prompt, str):
-        return (TextPrompt(prompt),)
+        return (TextInput(prompt),)
     if not isinstance(prompt, list):
         raise invalid("prompt", _PROMPT_KINDS)
     if not prompt:
         raise invalid("prompt", "is empty")
     if all(isinstance(each, str) for each in prompt):
-        return tuple(map(TextPrompt, prompt))
+        return tuple(map(TextInput, prompt))
     if _are_ids(prompt):
         return (_ids_prompt(prompt),)
     if all(isinstance(each, list) and _are_ids(each) for each in prompt):
@@ -200,11 +200,11 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
     raise invalid("prompt", _PROMPT_KINDS)
 
 
-def _ids_prompt(token_ids: list[int]) -> TokenIdsPrompt:
+def _ids_prompt(token_ids: list[int]) -> TokenIdsInput:
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < 1 << 32:
             raise invalid("prompt", f"{token_id} at index {index} is no token id")
-    return TokenIdsPrompt(tuple(token_ids))
+    return TokenIdsInput(tuple(token_ids))
 
 
 def _are_ids(values: list[Any]) -> bool:

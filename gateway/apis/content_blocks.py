@@ -10,7 +10,7 @@ from common.text.chat_messages import ChatMessage, ToolCall
 from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOL_CALLS,
-    Turn,
+    ChatTurn,
     joined,
     kind_not_served,
     new_call_id,
@@ -63,7 +63,7 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
     words = "" if system is None else text_of("system", system, _TEXT, between="")
     if isinstance(system, list):
         words = "".join([block["text"] for block in system if not block["text"].startswith(_BILLING)])
-    turns = [Turn(ChatMessage("system", words), "system")] if words else []
+    turns = [ChatTurn(ChatMessage("system", words), "system")] if words else []
     num_results = 0
     for index, message in enumerate(messages):
         for turn in _turns(f"messages[{index}]", message):
@@ -78,7 +78,7 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
     return tuple(turn.message for turn in turns), params
 
 
-def _turns(place: str, message: Mapping[str, Any]) -> Iterator[Turn]:
+def _turns(place: str, message: Mapping[str, Any]) -> Iterator[ChatTurn]:
     """Yields the chat messages that one message of the request becomes."""
     role = message.get("role")
     if not isinstance(role, str) or role not in _KINDS:
@@ -91,10 +91,10 @@ def _turns(place: str, message: Mapping[str, Any]) -> Iterator[Turn]:
         case "assistant":
             yield _said_by_assistant(place, blocks)
         case _:
-            yield Turn(ChatMessage(role, "".join(map(_text, blocks))), place)
+            yield ChatTurn(ChatMessage(role, "".join(map(_text, blocks))), place)
 
 
-def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[Turn]:
+def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[ChatTurn]:
     """Yields a tool's message for each result, and then a user's message with the text."""
     words: list[str] = []
     num_results = 0
@@ -105,14 +105,14 @@ def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[Turn]:
             raise invalid(where, "a tool_result comes before all text")
         else:
             num_results += 1
-            yield Turn(_result(where, block), where)
+            yield ChatTurn(_result(where, block), where)
     if words:
-        yield Turn(ChatMessage("user", "\n".join(words)), place)
+        yield ChatTurn(ChatMessage("user", "\n".join(words)), place)
     elif num_results == 0:
         raise invalid(f"{place}.content", "must not be empty")
 
 
-def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> Turn:
+def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> ChatTurn:
     """Returns an assistant's message. Its texts become lines, as in a chat's answer."""
     words: list[str] = []
     reasoning: list[str] = []
@@ -130,7 +130,7 @@ def _said_by_assistant(place: str, blocks: Iterable[_Block]) -> Turn:
                 calls.append(_call(where, block))
                 places.append(where)
     message = ChatMessage("assistant", "\n".join(words), tuple(calls), reasoning="\n".join(reasoning))
-    return Turn(message, place, tuple(places))
+    return ChatTurn(message, place, tuple(places))
 
 
 def _call(where: str, block: Mapping[str, Any]) -> ToolCall:

@@ -22,7 +22,7 @@ from gateway.errors import ApiError, invalid, messages_error
 from gateway.fields import GenerationFields, RequestFields, parse_fields
 from gateway.grammar_fields import Constraint, SchemaText, StrictFields, without_null
 from gateway.parsing.parser import OutputParser
-from gateway.plan import ChatPrompt, Plan
+from gateway.plan import ChatInput, Plan
 from gateway.reasoning import Thinking, effort_wish, thinking_wish, wishes_of
 from gateway.request_record import MESSAGES_PATH
 from gateway.sending import ServerEvent
@@ -225,7 +225,7 @@ MESSAGES = Api(
 )
 
 
-def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[str, str]]:
+def conversation_prompt(fields: ConversationFields) -> tuple[ChatInput, dict[str, str]]:
     """Returns the prompt, and the names of its fields in the request, by their names in the gRPC request.
 
     Raises ApiError, which names the wrong field.
@@ -251,7 +251,7 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatPrompt, dict[st
         **{f"chat.tools[{i}].parameters": f"tools[{i}].input_schema" for i in range(len(fields.tools or ()))},
     }
     tools = _tool_use(fields.tools or (), fields.tool_choice)
-    prompt = ChatPrompt(messages, tools, options, fields.chat_template_kwargs or {}, wishes)
+    prompt = ChatInput(messages, tools, options, fields.chat_template_kwargs or {}, wishes)
     return prompt, {**prompt.params_of_wishes, **params}
 
 

@@ -17,7 +17,7 @@ from gateway.apis.api import Admitted, Api
 from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    Turn,
+    ChatTurn,
     at_most,
     joined,
     kind_not_served,
@@ -34,7 +34,7 @@ from gateway.grammar_fields import OBJECT_SCHEMA, Constraint, StrictFields, with
 from gateway.logprobs import token_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
-from gateway.plan import ChatPrompt, Plan
+from gateway.plan import ChatInput, Plan
 from gateway.reasoning import ReasoningFields, ReasoningOptions
 from gateway.sending import ServerEvent
 from gateway.tally import TokenCounts
@@ -174,7 +174,7 @@ def parse_response(body: bytes) -> Plan:
     if fields.text.verbosity not in (None, "medium"):
         raise not_served("text.verbosity", '"medium" is')
     turns = tuple(joined(_turns(fields), roles={"assistant"}))
-    prompt = ChatPrompt(
+    prompt = ChatInput(
         messages=tuple(turn.message for turn in turns),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),
         variables=fields.chat_template_kwargs or {},
@@ -252,14 +252,14 @@ def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
 # ---- the input -----------------------------------------------------------------------------------------------------
 
 
-def _turns(fields: ResponseFields) -> Iterator[Turn]:
+def _turns(fields: ResponseFields) -> Iterator[ChatTurn]:
     """Yields the messages of the conversation, one for each item. Raises ApiError, which names the wrong item."""
     if fields.instructions:
-        yield Turn(ChatMessage("system", fields.instructions), "instructions")
+        yield ChatTurn(ChatMessage("system", fields.instructions), "instructions")
     if fields.input == "":
         raise invalid("input", "is empty")
     if isinstance(fields.input, str):
-        yield Turn(ChatMessage("user", fields.input), "input")
+        yield ChatTurn(ChatMessage("user", fields.input), "input")
         return
     if not isinstance(fields.input, list):
         raise invalid("input", "must be a string or a list of items")
@@ -269,23 +269,23 @@ def _turns(fields: ResponseFields) -> Iterator[Turn]:
         yield _turn(f"input[{number}]", item)
 
 
-def _turn(place: str, item: Any) -> Turn:
+def _turn(place: str, item: Any) -> ChatTurn:
     match _kind(place, item):
         case "reasoning":
-            return Turn(ChatMessage("assistant", reasoning=_reasoning(place, item)), place)
+            return ChatTurn(ChatMessage("assistant", reasoning=_reasoning(place, item)), place)
         case "message":
             words = text_of(f"{place}.content", item.get("content"), _PARTS)
-            return Turn(ChatMessage(_ROLES[item["role"]], words), place)
+            return ChatTurn(ChatMessage(_ROLES[item["role"]], words), place)
         case "function_call":
             call = ToolCall(
                 id=not_empty(f"{place}.call_id", item.get("call_id")),
                 name=not_empty(f"{place}.name", item.get("name")),
                 arguments=string(f"{place}.arguments", item.get("arguments"), "of JSON"),
             )
-            return Turn(ChatMessage("assistant", tool_calls=(call,)), place, (place,))
+            return ChatTurn(ChatMessage("assistant", tool_calls=(call,)), place, (place,))
     output = text_of(f"{place}.output", item.get("output"), _PARTS)
     call_id = not_empty(f"{place}.call_id", item.get("call_id"))
-    return Turn(ChatMessage("tool", output, tool_call_id=call_id), place)
+    return ChatTurn(ChatMessage("tool", output, tool_call_id=call_id), place)
 
 
 def _kind(place: str, item: Any) -> str:

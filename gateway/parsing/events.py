@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TextPiece:
     """A piece of text. If it `is_new`, it begins another text after an earlier one of its kind."""
 
     text: str
@@ -19,12 +19,12 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningText(_Piece):
+class ReasoningText(_TextPiece):
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class ContentText(_Piece):
+class ContentText(_TextPiece):
     pass
 
 

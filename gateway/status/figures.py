@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from gateway.status.exposition import Exposition
 from gateway.status.histogram import Histogram, merge
 from gateway.status.increase import Increase
-from gateway.status.snapshot import Acceptance, Figures, Pool, Quantiles
+from gateway.status.snapshot import AcceptanceFigures, PoolFigures, Quantiles, ServiceFigures
 
 DECODE_PHASES = ("queue", "prefill", "transfer", "first_decode", "inter_token")
 PREFILL_PHASES = ("queue", "prefill")
@@ -22,13 +22,13 @@ def role_of(exposition: Exposition) -> str:
     return "decode" if exposition.has("baton_output_tokens_total") else "prefill"
 
 
-def figures_of(role: str, increase: Increase, span_s: float) -> Figures:
+def figures_of(role: str, increase: Increase, span_s: float) -> ServiceFigures:
     """Computes a service's figures from the increase of its counters in `span_s` seconds. Rates over 0 s are None."""
     steps, step_s = increase.histogram("baton_batch_size"), increase.histogram("baton_step_seconds")
     is_decode = role == "decode"
     # A prefill service computes prompts in its steps. A decode service counts the prompts of finished requests.
     prompt_tokens = "baton_prompt_tokens_total" if is_decode else "baton_step_tokens_sum"
-    return Figures(
+    return ServiceFigures(
         requests_per_s=_rate(increase.total("baton_requests_total"), span_s),
         outcomes=outcomes_of(increase),
         output_tokens_per_s=_rate(increase.total("baton_output_tokens_total"), span_s) if is_decode else None,
@@ -58,7 +58,7 @@ def quantiles_of(phase: str, increases: Sequence[Increase]) -> Quantiles:
     return Quantiles(merged.quantile(0.5), merged.quantile(0.99), round(merged.count))
 
 
-def acceptance_of(increase: Increase) -> Acceptance | None:
+def acceptance_of(increase: Increase) -> AcceptanceFigures | None:
     """Returns how many drafted tokens were accepted, as counts and shares, or None if none were drafted."""
     drafted, accepted = increase.total("baton_drafted_tokens_total"), increase.total("baton_accepted_tokens_total")
     accept_length = increase.histogram("baton_accept_length").mean
@@ -67,7 +67,7 @@ def acceptance_of(increase: Increase) -> Acceptance | None:
     drafted_at = increase.by_label("baton_drafted_at_total", "position")
     accepted_at = increase.by_label("baton_accepted_at_total", "position")
     positions = sorted((position for position in drafted_at if position.isdecimal()), key=int)
-    return Acceptance(
+    return AcceptanceFigures(
         drafted=round(drafted),
         accepted=round(accepted),
         acceptance=_ratio(accepted, drafted),
@@ -81,9 +81,9 @@ def cached_share_of(increase: Increase) -> float | None:
     return _ratio(increase.total("baton_cached_tokens_total"), increase.total("baton_row_tokens_total"))
 
 
-def pool_of(name: str, exposition: Exposition) -> Pool:
+def pool_of(name: str, exposition: Exposition) -> PoolFigures:
     """Reads the metric `name`: how many rows, or slots, of a KV pool are in each state. Absent states count as 0."""
-    return Pool(*(round(exposition.gauge(name, state=state) or 0.0) for state in _STATES))
+    return PoolFigures(*(round(exposition.gauge(name, state=state) or 0.0) for state in _STATES))
 
 
 def _rate(count: float, span_s: float) -> float | None:

@@ -14,11 +14,11 @@ from gateway.status.figures import (
     quantiles_of,
 )
 from gateway.status.increase import Increase
-from gateway.status.snapshot import Figures, Pair, Rate, Service
+from gateway.status.snapshot import PairStatus, Rate, ServiceFigures, ServiceStatus
 from gateway.status.watched_service import WatchedService
 
 
-def pair_of(watched: Sequence[WatchedService], services: Sequence[Service], now_s: float) -> Pair:
+def pair_of(watched: Sequence[WatchedService], services: Sequence[ServiceStatus], now_s: float) -> PairStatus:
     """Combines the services' figures. `services` has the result of `view()` for each of `watched`, in the same order.
 
     A rate is the sum of the services' rates, each over the time for which that service was sampled.
@@ -27,11 +27,11 @@ def pair_of(watched: Sequence[WatchedService], services: Sequence[Service], now_
     prefill = [each.increase() for each in watched if each.role == "prefill"]
     of_decode = Increase.sum(decode)
 
-    def rate(role: str, figure: Callable[[Figures], float | None]) -> float | None:
+    def rate(role: str, figure: Callable[[ServiceFigures], float | None]) -> float | None:
         known = [value for each in services if each.role == role and (value := figure(each.figures)) is not None]
         return sum(known) if known else None
 
-    return Pair(
+    return PairStatus(
         requests_per_s=rate("decode", lambda figures: figures.requests_per_s),
         outcomes=outcomes_of(of_decode),
         output_tokens_per_s=rate("decode", lambda figures: figures.output_tokens_per_s),

@@ -18,7 +18,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolFigures:
     """How many rows, or how many token slots, of a service's KV pool are in each state."""
 
     free: int
@@ -30,7 +30,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class AcceptanceFigures:
     """How many drafted tokens were accepted. `drafted` and `accepted` count the drafts of finished requests.
 
     `accept_length` is the mean number of tokens that a step with drafts committed for a row. `by_position` is the share
@@ -45,7 +45,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ServiceFigures:
     """A service's figures over the window. `outcomes`, `num_row_retries` and `num_retractions` are counts.
 
     `cached_share` is the part of the rows' tokens whose KV was cached when the rows got their slots, and
@@ -67,11 +67,11 @@ class Figures:
     num_row_retries: int
     num_retractions: int
     phases: dict[str, Quantiles]
-    acceptance: Acceptance | None
+    acceptance: AcceptanceFigures | None
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceStatus:
     """The state and figures of one metrics endpoint.
 
     `address` is that of the metrics. `grpc_address` is the one by which decode services and `Snapshot.decode` name the
@@ -87,16 +87,16 @@ class Service:
     is_reachable: bool
     is_ready: bool
     reason: str
-    rows: Pool | None
-    kv_slots: Pool | None
+    rows: PoolFigures | None
+    kv_slots: PoolFigures | None
     num_queued: int | None
     num_running: int | None
     unsent_kv_bytes: int | None
-    figures: Figures
+    figures: ServiceFigures
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaFigures:
     """A prefill replica as one decode service sees it. Its cache is expected to have the KV of `num_known_tokens`."""
 
     address: str
@@ -121,7 +121,7 @@ class Decode:
     num_queued: int | None
     num_running: int | None
     is_degraded: bool
-    prefill_replicas: tuple[Replica, ...]
+    prefill_replicas: tuple[ReplicaFigures, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PairStatus:
     """The figures of all services together.
 
     Requests, tokens, phases and acceptance come from decode services, the two `prefill_replica` phases from prefill
@@ -158,7 +158,7 @@ class Pair:
     num_row_retries: int
     num_retractions: int
     phases: dict[str, Quantiles]
-    acceptance: Acceptance | None
+    acceptance: AcceptanceFigures | None
     token_rates: tuple[Rate, ...]
 
 
@@ -197,6 +197,6 @@ class Snapshot:
     awaited: tuple[str, ...]
     num_left_out: int
     outdated: tuple[Outdated, ...]
-    pair: Pair
-    services: tuple[Service, ...]
+    pair: PairStatus
+    services: tuple[ServiceStatus, ...]
     decode: tuple[Decode, ...]

@@ -11,7 +11,7 @@ from baton.client import AsyncClient, Tls
 from baton.errors import BatonError
 from baton.server_info import InferenceLoad
 from gateway.status.addresses import Address
-from gateway.status.snapshot import Decode, Replica
+from gateway.status.snapshot import Decode, ReplicaFigures
 
 MAX_REASON_CHARS = 200
 
@@ -84,8 +84,8 @@ def unknown_decode(target: str, reason: str) -> Decode:
     return Decode(target, "", False, reason, "", None, None, False, ())
 
 
-def _replicas(load: InferenceLoad) -> tuple[Replica, ...]:
+def _replicas(load: InferenceLoad) -> tuple[ReplicaFigures, ...]:
     return tuple(
-        Replica(each.address, each.is_ready, each.num_rows, each.num_known_tokens, each.reason)
+        ReplicaFigures(each.address, each.is_ready, each.num_rows, each.num_known_tokens, each.reason)
         for each in load.prefill_replicas
     )

@@ -8,8 +8,8 @@ from gateway.status.exposition import Exposition
 from gateway.status.figures import figures_of, pool_of, role_of
 from gateway.status.increase import Increase
 from gateway.status.scraper import ScrapeFailed, Scraper
-from gateway.status.snapshot import Service
-from gateway.status.window import SampleWindow, Step
+from gateway.status.snapshot import ServiceStatus
+from gateway.status.window import Interval, SampleWindow
 
 
 class WatchedService:
@@ -30,7 +30,7 @@ class WatchedService:
         return None if self._reason else self._window.latest
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[Interval, ...]:
         return self._window.steps
 
     @property
@@ -57,9 +57,9 @@ class WatchedService:
     async def close(self) -> None:
         """Does nothing, because the scraper is shared and not owned."""
 
-    def view(self) -> Service:
+    def view(self) -> ServiceStatus:
         current = self.current
-        return Service(
+        return ServiceStatus(
             target=self._address.target,
             address=self._address.numeric,
             grpc_address=self._grpc_address,
@@ -76,9 +76,9 @@ class WatchedService:
         )
 
 
-def unknown_service(target: str, reason: str) -> Service:
+def unknown_service(target: str, reason: str) -> ServiceStatus:
     """Returns what the status page shows of a metrics target that has no address."""
-    return Service(
+    return ServiceStatus(
         target, "", "", "", False, False, reason, None, None, None, None, None, figures_of("", Increase({}), 0.0)
     )
 

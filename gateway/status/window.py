@@ -10,7 +10,7 @@ from gateway.status.increase import Increase
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Interval:
     """The interval between two successive samples.
 
     `before` is the growth of the counters from the first sample ever taken to the interval's start, and `after` the
@@ -33,14 +33,14 @@ class SampleWindow:
         self._window_s = window_s
         self._latest: tuple[float, Exposition] | None = None
         self._counted = Increase({})
-        self._steps: deque[Step] = deque()
+        self._steps: deque[Interval] = deque()
 
     @property
     def latest(self) -> Exposition | None:
         return None if self._latest is None else self._latest[1]
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[Interval, ...]:
         return tuple(self._steps)
 
     @property
@@ -55,7 +55,7 @@ class SampleWindow:
             at_s, earlier = self._latest
             before = self._counted
             self._counted = Increase.sum([before, Increase.between(earlier, exposition)])
-            self._steps.append(Step(at_s, now_s, before, self._counted))
+            self._steps.append(Interval(at_s, now_s, before, self._counted))
         self._latest = now_s, exposition
 
     def forget(self, now_s: float) -> None:

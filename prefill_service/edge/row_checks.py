@@ -14,7 +14,7 @@ from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, Prebuilt
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLimits:
+class ReplicaLimits:
     """The limits of the served model and of its engine, which keeps the KV of up to `max_cached_tokens` for later
     rows.
     """
@@ -25,7 +25,7 @@ class ModelLimits:
 
 
 def check_row(
-    index: int, row: HandoffRow, limits: ModelLimits, *, group_names: Collection[str]
+    index: int, row: HandoffRow, limits: ReplicaLimits, *, group_names: Collection[str]
 ) -> HandoffRow | RowFailed:
     """Checks one row. Returns the row, or a RowFailed that says why this model cannot compute it.
 

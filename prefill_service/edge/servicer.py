@@ -54,7 +54,7 @@ from common.wire.handoff import (
     unsent_bytes,
 )
 from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import ModelLimits, RowNumbering, check_row, no_room_for_row, unmatched_row
+from prefill_service.edge.row_checks import ReplicaLimits, RowNumbering, check_row, no_room_for_row, unmatched_row
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import (
     BytesSent,
@@ -101,7 +101,7 @@ class PrefillServicer:
         *,
         engine: EnginePort[Command],
         fingerprint: Fingerprint,
-        model_limits: ModelLimits,
+        model_limits: ReplicaLimits,
         instance_id: str,
         limits: HandoffLimits,
         tracer: Tracer = NO_TRACER,

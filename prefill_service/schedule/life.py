@@ -14,7 +14,7 @@ from prefill_service.prompt import Prompt, PromptPhase
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PromptRule:
     """The rule of one phase: the state of the lease of the prompt's pool row, and the phases that may follow.
 
     `lease` is None if the prompt holds no row. An ended prompt still refers to its released lease, because a forward in
@@ -25,11 +25,11 @@ class Rule:
     following: frozenset[PromptPhase]
 
 
-RULES: Mapping[PromptPhase, Rule] = {
-    PromptPhase.QUEUED: Rule(None, frozenset((PromptPhase.COMPUTING, PromptPhase.ENDED))),
-    PromptPhase.COMPUTING: Rule(LeaseState.RUNNING, frozenset((PromptPhase.SENDING, PromptPhase.ENDED))),
-    PromptPhase.SENDING: Rule(LeaseState.TRANSFERRING, frozenset((PromptPhase.ENDED,))),
-    PromptPhase.ENDED: Rule(None, frozenset()),
+RULES: Mapping[PromptPhase, PromptRule] = {
+    PromptPhase.QUEUED: PromptRule(None, frozenset((PromptPhase.COMPUTING, PromptPhase.ENDED))),
+    PromptPhase.COMPUTING: PromptRule(LeaseState.RUNNING, frozenset((PromptPhase.SENDING, PromptPhase.ENDED))),
+    PromptPhase.SENDING: PromptRule(LeaseState.TRANSFERRING, frozenset((PromptPhase.ENDED,))),
+    PromptPhase.ENDED: PromptRule(None, frozenset()),
 }
 
 

@@ -1,4 +1,4 @@
-"""Rules of sizes: constructors with many parameters, and long functions.
+"""Rules of sizes and names: constructors with many parameters, long functions, and classes of one name.
 
 python -m scripts.lint.sizes      prints the largest, and the reasons of the long ones
 """
@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from scripts.lint.pages import sources
 from scripts.lint.problem import ROOT, Problem
 
 MOST_PARAMETERS = 10
@@ -18,7 +19,7 @@ _FOLDERS = ("common", "decode_service", "prefill_service")
 KERNEL = "a kernel: Triton compiles it as one function"
 WIRING = "builds its parts one after the other"
 REASONS = {
-    "common/attention/triton_attention.py:_PagedPlan._attend_rows": "chooses a kernel's parameters and launches it",
+    "common/attention/triton_attention.py:_TritonPlan._attend_rows": "chooses a kernel's parameters and launches it",
     "common/attention/triton_kernels.py:attend": KERNEL,
     "common/model/layers_triton.py:multiply": KERNEL,
     "common/model/loader.py:target_of": "changes a model step by step, each of which needs the one before",
@@ -41,6 +42,21 @@ REASONS = {
 }
 """Why a function has more than MOST_LINES lines."""
 
+WIRES = {
+    "BatonError",
+    "DeadlineExceeded",
+    "Drain",
+    "EventKind",
+    "FinishReason",
+    "Finished",
+    "PromptLogprobs",
+    "Role",
+    "RoleState",
+    "TimelineEvent",
+    "Unauthenticated",
+}
+"""Names that two classes have because both stand for one thing of the wire, on its two sides."""
+
 Sized = tuple[int, Path, int, str]
 """A size, and where it was found: the file, the line, and the name of the function or class."""
 
@@ -58,6 +74,19 @@ def long_functions_have_a_reason() -> Iterator[Problem]:
             yield Problem(path, line, f"{key} has {num} lines, more than {MOST_LINES}, without a reason in REASONS")
     for key in REASONS.keys() - long.keys():
         yield Problem(Path(__file__), 0, f"REASONS names {key}, which is not long")
+
+
+def no_two_classes_have_one_name() -> Iterator[Problem]:
+    """A leading underscore makes no other name."""
+    seen: dict[str, Path] = {}
+    for path in (*sources(), *sorted((ROOT / "training").rglob("*.py"))):
+        if path.parent.name == "v1":  # generated
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                other = seen.setdefault(node.name.lstrip("_"), path)
+                if other != path and node.name not in WIRES:
+                    yield Problem(path, node.lineno, f"{node.name} is a class of {other.relative_to(ROOT)} too")
 
 
 def _constructors() -> Iterator[Sized]:

@@ -11,7 +11,7 @@ import pytest
 
 from baton import Client, errors
 from baton.client import PrefillClient
-from baton.local_pair import MODULES, LocalPair, Phase
+from baton.local_pair import MODULES, LocalPair, ProcessPhase
 from baton.server_info import HealthStatus
 from common.addresses import host_and_port, why_not_listen
 from tests.cli.conftest import await_end
@@ -19,9 +19,9 @@ from tests.support.running_pair import wait_until
 
 
 def test_a_pair_is_entered_ready_drained_at_its_end_and_leaves_nothing_running(tmp_path: Path) -> None:
-    seen: list[tuple[str, Phase]] = []
+    seen: list[tuple[str, ProcessPhase]] = []
     with LocalPair(log_dir=tmp_path, on_phase=lambda service, phase, why: seen.append((service.name, phase))) as pair:
-        assert {("prefill-0", Phase.READY), ("decode-0", Phase.READY)} <= set(seen)
+        assert {("prefill-0", ProcessPhase.READY), ("decode-0", ProcessPhase.READY)} <= set(seen)
         assert len(seen) == len(set(seen)), "each is reported once"
         pids = [service.pid for service in pair.services]
         with Client(pair.decode_addresses[0]) as client:
@@ -130,7 +130,7 @@ def test_a_service_that_never_becomes_ready_is_named() -> None:
 
 
 def test_a_refusal_that_is_cut_is_one_without_a_reason_after_the_start() -> None:
-    seen: list[tuple[str, Phase, str]] = []
+    seen: list[tuple[str, ProcessPhase, str]] = []
     pair = LocalPair(
         modules={**MODULES, "gateway": "cut_gateway"},
         gateway_listen="127.0.0.1:0",
@@ -148,11 +148,11 @@ def test_a_refusal_that_is_cut_is_one_without_a_reason_after_the_start() -> None
 
             wait_until(is_seen)
             assert watch.why_not_ready(gateway) == ""
-            watch.phases[gateway] = Phase.READY
+            watch.phases[gateway] = ProcessPhase.READY
             watch.look_at(gateway)
     finally:
         pair.stop()
-    assert seen == [("gateway", Phase.ALIVE, "waits for decode-0"), ("gateway", Phase.ALIVE, "")]
+    assert seen == [("gateway", ProcessPhase.ALIVE, "waits for decode-0"), ("gateway", ProcessPhase.ALIVE, "")]
 
 
 def test_a_death_while_serving_is_noticed_and_a_killed_service_starts_again_at_its_address() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.text.chat_messages import ChatMessage, ChatOptions, Tool, ToolCall, chat_from_json, chat_to_json
+from common.text.chat_messages import ChatMessage, TemplateOptions, Tool, ToolCall, chat_from_json, chat_to_json
 from common.text.chat_template import ChatRefused, ChatTemplate
 
 USER, SYSTEM, ASSISTANT = ChatMessage("user", "hi"), ChatMessage("system", "be kind"), ChatMessage("assistant", "yes")
@@ -27,7 +27,7 @@ TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 
 
 def rendered(source: str, *messages: ChatMessage, **options: Any) -> str:
-    return ChatTemplate(source, {"eos_token": "</s>"}).render(messages, ChatOptions(**options))
+    return ChatTemplate(source, {"eos_token": "</s>"}).render(messages, TemplateOptions(**options))
 
 
 def refusal(source: str, *messages: ChatMessage, **options: Any) -> ChatRefused:
@@ -51,7 +51,7 @@ def test_tools_are_not_kept_after_their_chat() -> None:
     """Tools may be large, and every chat may have others."""
     parameters = json.dumps({"type": "object", "properties": {"x" * 9: {}}})
     template = ChatTemplate(TOOLS + EACH, {})
-    template.render([USER], ChatOptions(tools=(replace(CLOCK, parameters=parameters),)))
+    template.render([USER], TemplateOptions(tools=(replace(CLOCK, parameters=parameters),)))
     assert sys.getrefcount(parameters) == 2, "this variable and the argument"
 
 
@@ -224,7 +224,7 @@ def test_the_prompt_ends_with_the_last_message_if_no_answer_is_begun() -> None:
 
 
 def test_a_chat_s_json_has_all_of_it() -> None:
-    options = ChatOptions((WEATHER, CLOCK), '{"a": 1}', continue_final_message=True, add_generation_prompt=False)
+    options = TemplateOptions((WEATHER, CLOCK), '{"a": 1}', continue_final_message=True, add_generation_prompt=False)
     messages, read = chat_from_json(json.loads(chat_to_json([SYSTEM, CALLING, *ANSWERS], options)))
     assert (messages[:1], messages[2:], read) == ([SYSTEM], ANSWERS, options)
     assert list(messages[1].tool_calls) == list(CALLING.tool_calls)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from decode_service.speculate.draft_tree import Accepted, DraftTree
+from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
 from tests.engine.mutants.kinds import Mutant, instead_of
 
 MakeTree = Callable[..., DraftTree]
@@ -139,17 +139,17 @@ def looks_one_level_up(of: MakeTree, token_ids: torch.Tensor, parents: torch.Ten
 
 
 @instead_of(DraftTree, "accept")
-def accepts_the_right_without_their_parents(_: object, self: DraftTree, target_ids: torch.Tensor) -> Accepted:
+def accepts_the_right_without_their_parents(_: object, self: DraftTree, target_ids: torch.Tensor) -> AcceptedPath:
     is_accepted = torch.ones(target_ids.shape, dtype=torch.bool)
     is_accepted[:, 1:] = self.token_ids == target_ids.gather(1, self.parents)
     path = is_accepted.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
-    return Accepted(path[:, : self.num_levels + 1], is_accepted.sum(dim=1))
+    return AcceptedPath(path[:, : self.num_levels + 1], is_accepted.sum(dim=1))
 
 
 @instead_of(DraftTree, "accept")
 def compares_with_the_nodes_own_token(
-    accept: Callable[..., Accepted], self: DraftTree, target_ids: torch.Tensor
-) -> Accepted:
+    accept: Callable[..., AcceptedPath], self: DraftTree, target_ids: torch.Tensor
+) -> AcceptedPath:
     """Compares each draft with the target's token at the draft's own node, instead of at its parent."""
     return accept(self, target_ids.roll(1, 1))
 

@@ -23,7 +23,7 @@ from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import Submit
 from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
-from decode_service.speculate.draft_tree import Accepted, DraftTree
+from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
@@ -215,7 +215,7 @@ def test_a_tree_that_accepts_what_cannot_be_fails_its_row_alone(
     """
     accept, num_trees, head = DraftTree.accept, itertools.count(1), WatchedHead()
 
-    def lying(tree: DraftTree, target_ids: Tensor) -> Accepted:
+    def lying(tree: DraftTree, target_ids: Tensor) -> AcceptedPath:
         accepted = accept(tree, target_ids)
         if next(num_trees) == 3:
             accepted.accept_lens[0] = lie

@@ -94,7 +94,7 @@ def handoff_command() -> Iterator[Run]:
     """Yields the target for a HandoffCommand. It corrects the checksum, checks the rows, and renumbers the rows that
     remain when some are refused.
     """
-    limits = row_checks.ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256)
+    limits = row_checks.ReplicaLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256)
 
     def run(data: bytes) -> None:
         try:

@@ -146,7 +146,7 @@ async def start_prefill(model: TargetModel) -> Prefill:
     servicer = PrefillServicer(
         engine=inbox,
         fingerprint=fingerprint,
-        model_limits=row_checks.ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT),
+        model_limits=row_checks.ReplicaLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT),
         instance_id="fuzz",
         limits=HandoffLimits(max_rows=HANDOFF_ROWS, first_command_timeout_s=BOUND_S),
     )

@@ -16,7 +16,7 @@ from baton.v1.inference_pb2 import (
     GenerateEvent,
 )
 from gateway.apis.chat import parse_chat
-from gateway.plan import ChatPrompt
+from gateway.plan import ChatInput
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import COMPLETIONS, GatewayHere
@@ -91,7 +91,7 @@ def test_a_stream_is_server_sent_events_that_end_with_done(gateway: GatewayHere)
 def test_what_an_assistant_refused_with_is_what_it_said(message: dict[str, Any], said: str) -> None:
     body = {"model": "tiny", "messages": [*MESSAGES, {"role": "assistant", **message}, MESSAGES[-1]]}
     (prompt,) = parse_chat(json.dumps(body).encode()).prompts
-    assert isinstance(prompt, ChatPrompt)
+    assert isinstance(prompt, ChatInput)
     assert prompt.messages[len(MESSAGES)] == ChatMessage("assistant", said)
 
 
@@ -120,7 +120,7 @@ def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], 
     messages.append({"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "7"}]})
     messages.append({"role": "tool", "tool_call_id": "y", "content": "8", "name": "sum"})
     (prompt,) = parse_chat(json.dumps({"model": "tiny", "messages": messages}).encode()).prompts
-    assert isinstance(prompt, ChatPrompt)
+    assert isinstance(prompt, ChatInput)
     assert prompt.messages == (
         ChatMessage("system", "Be brief."),
         ChatMessage("user", "the other thing\nNow."),

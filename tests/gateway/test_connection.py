@@ -26,7 +26,7 @@ import gateway.server
 from common.config.gateway_settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
-from gateway.listener import OpenConnections, Room
+from gateway.listener import ConnectionRoom, OpenConnections
 from gateway.sending import SLICE_BYTES, EventStreamWriter, JsonResponse, ServerEvent
 from tests.client.scripted_inference import ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import BODY, Answer, GatewayHere, gateway_here, post
@@ -231,11 +231,11 @@ class Crowd:
         self.closed: list[tuple[int, str]] = []
         self._num_opened = 0
 
-    def open(self, client: str, *, idle: bool = True) -> Room:
+    def open(self, client: str, *, idle: bool = True) -> ConnectionRoom:
         self._num_opened += 1
         number = self._num_opened
         room = self.connections.add(number, client, close=lambda: self._close(number))
-        if room is not Room.NONE:
+        if room is not ConnectionRoom.NONE:
             self.of[number] = client
             if idle:
                 self.become_idle(number)
@@ -281,10 +281,10 @@ class Crowd:
 
 def test_one_client_that_has_only_requests_leaves_an_eighth_to_others() -> None:
     crowd = Crowd(64)
-    assert [crowd.open("one", idle=False) for _ in range(57)] == [Room.FREE] * 56 + [Room.NONE]
-    assert [crowd.open("other", idle=False) for _ in range(9)] == [Room.FREE] * 8 + [Room.NONE]
+    assert [crowd.open("one", idle=False) for _ in range(57)] == [ConnectionRoom.FREE] * 56 + [ConnectionRoom.NONE]
+    assert [crowd.open("other", idle=False) for _ in range(9)] == [ConnectionRoom.FREE] * 8 + [ConnectionRoom.NONE]
     crowd.become_idle(1)
-    assert [crowd.open(client, idle=False) for client in ("one", "other")] == [Room.MADE, Room.NONE]
+    assert [crowd.open(client, idle=False) for client in ("one", "other")] == [ConnectionRoom.MADE, ConnectionRoom.NONE]
 
 
 def test_room_is_made_in_constant_time_however_many_clients_there_are() -> None:
@@ -293,7 +293,7 @@ def test_room_is_made_in_constant_time_however_many_clients_there_are() -> None:
     for number in range(8192):
         crowd.open(str(number))
     began_s = time.thread_time()
-    assert [crowd.open(f"new {number}") for number in range(8192)] == [Room.MADE] * 8192
+    assert [crowd.open(f"new {number}") for number in range(8192)] == [ConnectionRoom.MADE] * 8192
     assert time.thread_time() - began_s < 2.0
     assert [number for number, _ in crowd.closed] == [*range(1, 8193)]
 
@@ -314,8 +314,12 @@ def test_whatever_clients_do_room_is_made_of_silent_connections_first_and_by_who
             may_lose = crowd.may_lose([client] if num_own >= 7 else "abcd")
             is_full, num_closed = num_own >= 7 or len(crowd.of) >= 8, len(crowd.closed)
             room = crowd.open(client)
-            assert room is (Room.FREE if not is_full else Room.MADE if may_lose else Room.NONE)
-            assert [number in may_lose for number, _ in crowd.closed[num_closed:]] == [True] * (room is Room.MADE)
+            assert room is (
+                ConnectionRoom.FREE if not is_full else ConnectionRoom.MADE if may_lose else ConnectionRoom.NONE
+            )
+            assert [number in may_lose for number, _ in crowd.closed[num_closed:]] == [True] * (
+                room is ConnectionRoom.MADE
+            )
         elif crowd.of:
             number = list(crowd.of)[which % len(crowd.of)]
             act = {"idle": crowd.become_idle, "send": crowd.send, "ask": crowd.ask, "leave": crowd.leave}[move]

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from baton.v1 import types_pb2
 from gateway import decode_client
 from gateway.apis.completions import TextChoice
-from gateway.edge import Edge
+from gateway.edge import HttpEdge
 from gateway.metrics import GatewayMetrics
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here
@@ -136,7 +136,7 @@ async def test_an_answer_that_crashes_after_its_head_is_counted_as_a_crash() -> 
         return None
 
     registry = CollectorRegistry()
-    edge = Edge(app, metrics=GatewayMetrics(registry))
+    edge = HttpEdge(app, metrics=GatewayMetrics(registry))
     with pytest.raises(RuntimeError):
         await edge({"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}, nothing, nothing)
     labels = {"route": COMPLETIONS, "status": "500"}

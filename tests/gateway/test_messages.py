@@ -24,7 +24,7 @@ from gateway.apis.messages import MESSAGES as API
 from gateway.apis.messages import parse_message
 from gateway.conversation import MAX_MESSAGES, MAX_TOOL_CALLS
 from gateway.errors import ApiError
-from gateway.plan import ChatPrompt
+from gateway.plan import ChatInput
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.gateway.answers import answered, joined, message_of
 from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here, key_file
@@ -76,9 +76,9 @@ def without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{**block, "id": ""} for block in message["content"]], "usage": usage}
 
 
-def prompt_of(**fields: Any) -> ChatPrompt:
+def prompt_of(**fields: Any) -> ChatInput:
     (prompt,) = parse_message(json.dumps({**BODY, **fields}).encode()).prompts
-    assert isinstance(prompt, ChatPrompt)
+    assert isinstance(prompt, ChatInput)
     return prompt
 
 

@@ -17,7 +17,7 @@ from baton.v1 import types_pb2
 from baton.v1.inference_pb2 import FINISH_REASON_EOS
 from gateway.apis.responses import RESPONSES, parse_response
 from gateway.errors import ApiError
-from gateway.plan import ChatPrompt
+from gateway.plan import ChatInput
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.gateway.answers import answered
 from tests.gateway.gateway_here import Answer, GatewayHere
@@ -83,9 +83,9 @@ def ask(edge: GatewayHere, **fields: Any) -> Answer:
     return edge.ask("POST", PATH, {**BODY, **fields})
 
 
-def prompt_of(**fields: Any) -> ChatPrompt:
+def prompt_of(**fields: Any) -> ChatInput:
     (prompt,) = parse_response(json.dumps({**BODY, **fields}).encode()).prompts
-    assert isinstance(prompt, ChatPrompt)
+    assert isinstance(prompt, ChatInput)
     return prompt
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton import ChatMessage, Tool, ToolChoice
 from gateway.apis.chat import parse_chat
-from gateway.plan import ChatPrompt
+from gateway.plan import ChatInput
 from gateway.tools import ToolUse, parse_tools
 from tests.gateway.callers import Caller
 
@@ -135,7 +135,7 @@ def test_a_choice_of_tools_is_what_openai_means_by_it(fields: dict[str, Any], ch
     body = {"model": "m", "messages": USER, "tools": [PICK, CLOCK], **fields}
     (prompt,) = parse_chat(json.dumps(body).encode()).prompts
     tools = (Tool("pick", "Picks one.", json.dumps(SIZE)), Tool("clock"))
-    assert isinstance(prompt, ChatPrompt)
+    assert isinstance(prompt, ChatInput)
     assert prompt.arguments == {
         "chat": (ChatMessage("user", "the other thing"),),
         "tools": tools,

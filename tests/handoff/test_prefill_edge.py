@@ -31,7 +31,7 @@ from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed, unsent_bytes
 from decode_service.handoff.grpc_call import error_info
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE
-from prefill_service.edge.row_checks import ModelLimits
+from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import BytesSent, CancelCallRows, Command, FailRow, GiveMatcher, OpenCall
 from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, logprobs, prebuilt, row, segment
@@ -121,7 +121,7 @@ async def serve(limits: HandoffLimits, max_message_bytes: int = 1 << 20, **optio
         running_prefill_edge(
             limits=limits,
             server_limits=ServerLimits(max_message_bytes=max_message_bytes),
-            model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256, max_cached_tokens=90),
+            model_limits=ReplicaLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256, max_cached_tokens=90),
             is_ready=False,
             **options,
         ) as edge,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoints.cache import Progress, make_once, run_python, silent
+from common.checkpoints.cache import OnProgress, make_once, run_python, silent
 from common.checkpoints.demo_model import demo_model_path, ensure_demo_model, fetch_gguf, unpack_gguf
 from common.errors import StartupError
 from common.model.sampling_defaults import read_sampling_defaults
@@ -29,7 +29,7 @@ class FakeSource:
         self._fail_fetch = fail_fetch
         self._fail_convert = fail_convert
 
-    def fetch(self, directory: Path, progress: Progress) -> Path:
+    def fetch(self, directory: Path, progress: OnProgress) -> Path:
         self.num_fetched += 1
         path = directory / "model.gguf"
         path.write_bytes(b"blocks")
@@ -45,7 +45,7 @@ class FakeSource:
             raise self._fail_convert
         (out / "model.safetensors").write_bytes(b"weights")
 
-    def ensure(self, cache_dir: Path, progress: Progress | None = None) -> Path:
+    def ensure(self, cache_dir: Path, progress: OnProgress | None = None) -> Path:
         return ensure_demo_model(progress, cache_dir=cache_dir, fetch=self.fetch, convert=self.convert)
 
 

@@ -22,7 +22,7 @@ from common.sampling import operators as sampling
 from common.sampling.operators import Largest, Sampled
 from common.sampling.state import Ancestors, SamplingBatch, SamplingState
 from decode_service.forward import eagle_worker, speculative_worker
-from decode_service.speculate.draft_tree import Accepted, DraftTree
+from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -115,7 +115,7 @@ def draft_committed_unverified(patch: pytest.MonkeyPatch) -> None:
     """Commits the first rejected draft in place of the target's token."""
     accept = DraftTree.accept
 
-    def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
+    def mutant(self: DraftTree, target_ids: Tensor) -> AcceptedPath:
         accepted = accept(self, target_ids)
         rows = torch.arange(target_ids.shape[0])
         node = accepted.path[rows, accepted.accept_lens - 1]
@@ -139,7 +139,7 @@ def refused_draft_redrawn(patch: pytest.MonkeyPatch) -> None:
         redrawn[:] = [draw(logits.clone(), rows, positions + 1_000_000, *rest).token_ids]
         return draw(logits, rows, positions, *rest, **known)
 
-    def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
+    def mutant(self: DraftTree, target_ids: Tensor) -> AcceptedPath:
         accepted = accept(self, target_ids)
         rows = torch.arange(target_ids.shape[0])
         node = accepted.path[rows, accepted.accept_lens - 1]
@@ -155,20 +155,20 @@ def refused_draft_redrawn(patch: pytest.MonkeyPatch) -> None:
 def token_after_a_refused_draft_committed(patch: pytest.MonkeyPatch) -> None:
     accept = DraftTree.accept
 
-    def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
+    def mutant(self: DraftTree, target_ids: Tensor) -> AcceptedPath:
         accepted = accept(self, target_ids)
-        return Accepted(accepted.path, (accepted.accept_lens + 1).clamp(max=accepted.path.shape[1]))
+        return AcceptedPath(accepted.path, (accepted.accept_lens + 1).clamp(max=accepted.path.shape[1]))
 
     patch.setattr(DraftTree, "accept", mutant)
 
 
 def accepted_without_its_parent(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: DraftTree, target_ids: Tensor) -> Accepted:
+    def mutant(self: DraftTree, target_ids: Tensor) -> AcceptedPath:
         is_accepted = torch.ones(target_ids.shape, dtype=torch.bool)
         is_accepted[:, 1:] = self.token_ids == target_ids.gather(1, self.parents)
         path = is_accepted.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
         path = path[:, : self.num_levels + 1]
-        return Accepted(path, is_accepted.sum(dim=1).clamp(max=path.shape[1]))
+        return AcceptedPath(path, is_accepted.sum(dim=1).clamp(max=path.shape[1]))
 
     patch.setattr(DraftTree, "accept", mutant)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher
-from common.grammar.reasoning import Markers, Part, Reasoning
+from common.grammar.reasoning import Markers, OutputPart, Reasoning
 from common.grammar.reasoning_matcher import MarkerTokens, ReasoningMatcher, TokenTexts
 from common.request_stats import SpeculationCounts
 from common.sampling.params import ResolvedSampling
@@ -197,7 +197,7 @@ class ForgetfulMatcher(WrongMatcher):
         self._place = self._markers.beginning
 
     def copy(self) -> Matcher:
-        return (self._matcher if self._place.part is Part.ANSWER else self._without_grammar).copy()
+        return (self._matcher if self._place.part is OutputPart.ANSWER else self._without_grammar).copy()
 
     def accept(self, token_id: int) -> bool:
         self._place, _ = self._markers.after(self._place, PIECES[token_id].encode())

@@ -23,7 +23,7 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.sampling.params import ResolvedSampling
 from decode_service.forward import speculative_worker
-from decode_service.speculate.draft_tree import Accepted, DraftTree
+from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import SHAPES, Drafted
@@ -99,7 +99,7 @@ def trials_met() -> Iterator[list[Trial]]:
             nodes.append(tokens.tolist())
         return window_input(batch, tokens, pool, group, **named)
 
-    def watched_accept(self: DraftTree, target_ids: Tensor) -> Accepted:
+    def watched_accept(self: DraftTree, target_ids: Tensor) -> AcceptedPath:
         accepted = accept(self, target_ids)
         for chain, accept_len in zip(nodes.pop(), accepted.accept_lens.tolist(), strict=True):
             met.extend(

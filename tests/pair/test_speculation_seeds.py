@@ -25,7 +25,7 @@ from common.prompts import worker as prefill
 from common.prompts.chunk_batch import Chunk
 from common.sampling.params import ResolvedSampling
 from decode_service.forward import speculative_worker
-from decode_service.forward.draft_backlog import DraftBacklog, Unread
+from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
 from decode_service.forward.eagle_worker import EagleWorker
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.draft_tree import DraftTree
@@ -139,7 +139,7 @@ def test_seeds_are_those_of_prefill_after_steps_that_left_the_head_behind_too(
 def unread_a_position_late(patch: pytest.MonkeyPatch) -> None:
     unread = DraftBacklog.unread
 
-    def mutant(self: DraftBacklog, *given: Any) -> Unread:
+    def mutant(self: DraftBacklog, *given: Any) -> UnreadTokens:
         all_unread = unread(self, *given)
         return replace(all_unread, window=replace(all_unread.window, positions=all_unread.window.positions + 1))
 
@@ -149,7 +149,7 @@ def unread_a_position_late(patch: pytest.MonkeyPatch) -> None:
 def unread_states_lost(patch: pytest.MonkeyPatch) -> None:
     unread = DraftBacklog.unread
 
-    def mutant(self: DraftBacklog, *given: Any) -> Unread:
+    def mutant(self: DraftBacklog, *given: Any) -> UnreadTokens:
         all_unread = unread(self, *given)
         return replace(all_unread, captured=all_unread.captured.zero_())
 

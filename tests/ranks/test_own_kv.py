@@ -20,7 +20,7 @@ from common.draft.load import load_draft
 from common.errors import StartupError
 from common.ranks import leader
 from common.ranks.leader import Ranks, devices_of
-from common.ranks.messages import AnnouncedForward, Replay
+from common.ranks.messages import AnnouncedForward, ReplayForward
 from common.ranks.process_group import new_store
 from common.sampling.params import ResolvedSampling
 from tests.support.draft_heads import save_copy_head
@@ -83,7 +83,7 @@ def test_the_other_ranks_replay_what_the_first_one_replays_over_each_pool(
                 seen.append(tokens_of(pair))
                 if pair.decode.recorded is not None:
                     assert len(recorded) < pair.decode.recorded.num_graphs, "the draft head's are not theirs"
-                    replayed = [each.graph for each in sent if isinstance(each, Replay)]
+                    replayed = [each.graph for each in sent if isinstance(each, ReplayForward)]
                     assert len(replayed) == len(pair.decode_steps) and set(replayed) <= recorded
                     assert len(announced(sent)) == len(pair.prefill_steps), "only prompts are not replayed"
                     assert {each.graph for each in announced(sent)} == {None}

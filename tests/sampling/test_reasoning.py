@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, MinLength, allows, fill_nodes, num_words
-from common.grammar.reasoning import Markers, Part, Reasoning, ReasoningCount
+from common.grammar.reasoning import Markers, OutputPart, Reasoning, ReasoningCount
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.grammars import Grammars, OutputRefused, ReasoningRefused
 from common.text.tokenizer import TextTokenizer
@@ -30,7 +30,7 @@ TOKENS = [BYTES.bytes_of(token_id) for token_id in range(VOCAB)]
 GRAMMARS = Grammars(lambda: BYTES, vocab_size=VOCAB, eos_token_ids=[EOS])
 
 
-def part_of(reasoning: Reasoning, text: bytes) -> tuple[Part, bytes]:
+def part_of(reasoning: Reasoning, text: bytes) -> tuple[OutputPart, bytes]:
     """Returns the part (reasoning, answer, ...) in which an output with this text is, and the text of its answer so
     far.
     """
@@ -38,10 +38,10 @@ def part_of(reasoning: Reasoning, text: bytes) -> tuple[Part, bytes]:
         stripped = text.lstrip()
         if not stripped.startswith(reasoning.start.encode()):
             is_begun = reasoning.start.encode().startswith(stripped)
-            return (Part.BEFORE, b"") if is_begun else (Part.UNREASONED, text)
+            return (OutputPart.BEFORE, b"") if is_begun else (OutputPart.UNREASONED, text)
         text = stripped.removeprefix(reasoning.start.encode())
     _, end, answer = text.partition(reasoning.end.encode())
-    return (Part.ANSWER, answer) if end else (Part.REASONING, b"")
+    return (OutputPart.ANSWER, answer) if end else (OutputPart.REASONING, b"")
 
 
 texts = st.lists(st.sampled_from(["a", "b", "c", "ab", "bc", "abab", "bcb", "€", " ", "\n\n"]), max_size=9).map(
@@ -59,8 +59,8 @@ def test_only_the_text_decides_which_part_it_is(text: bytes, reasoning: Reasonin
         answer += text[start:stop][stop - start - num_answer :]
     part, expected = part_of(reasoning, text)
     assert place.part is part
-    assert expected.endswith(answer) if part is Part.UNREASONED else answer == expected
-    assert reasoning.answer_in(text.decode()) == (text if part is Part.BEFORE else expected).decode()
+    assert expected.endswith(answer) if part is OutputPart.UNREASONED else answer == expected
+    assert reasoning.answer_in(text.decode()) == (text if part is OutputPart.BEFORE else expected).decode()
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=12), st.sampled_from([OPEN, CLOSED]))
@@ -71,7 +71,7 @@ def test_reasoning_tokens_are_those_up_to_its_end(token_ids: list[int], reasonin
         before = part_of(reasoning, b"".join(TOKENS[each] for each in token_ids[: number - 1]))[0]
         after = part_of(reasoning, b"".join(TOKENS[each] for each in token_ids[:number]))[0]
         count.add(token_id)
-        if before in (Part.BEFORE, Part.REASONING) and after in (Part.REASONING, Part.ANSWER):
+        if before in (OutputPart.BEFORE, OutputPart.REASONING) and after in (OutputPart.REASONING, OutputPart.ANSWER):
             expected = number
         assert count.num_tokens == expected
 
@@ -83,15 +83,19 @@ def is_allowed(reasoning: Reasoning, has_grammar: bool, output: list[int], token
     text = b"".join(TOKENS[each] for each in output)
     part, _ = part_of(reasoning, text)
     after, answer = part_of(reasoning, text + TOKENS[token_id])
-    if part is Part.REASONING and reasoning.max_tokens is not None and len(output) >= reasoning.max_tokens:
+    if part is OutputPart.REASONING and reasoning.max_tokens is not None and len(output) >= reasoning.max_tokens:
         end = reasoning.end.encode()
         begun = next(n for n in range(len(end) - 1, -1, -1) if text.endswith(end[:n]))
         return TOKENS[token_id] != b"" and end[begun:].startswith(TOKENS[token_id])  # only one of them is
     if not has_grammar:
-        return part is not Part.BEFORE or reasoning.max_tokens != 0 or after not in (Part.REASONING, Part.ANSWER)
-    if after is Part.ANSWER and answer:
+        return (
+            part is not OutputPart.BEFORE
+            or reasoning.max_tokens != 0
+            or after not in (OutputPart.REASONING, OutputPart.ANSWER)
+        )
+    if after is OutputPart.ANSWER and answer:
         return False
-    if part is Part.REASONING:
+    if part is OutputPart.REASONING:
         return token_id != EOS
     is_answer = bool(TOKENS[token_id]) and set(text + TOKENS[token_id]) <= set(b"bc")
     return is_answer or token_id == reasoning.start.encode()[len(text)]  # the usual tokens of a text are its bytes
@@ -116,14 +120,17 @@ def test_masks_and_matchers_allow_what_the_definition_allows(
     for seed in range(25):
         draw, output = random.Random(seed), list[int]()
         matcher = GRAMMARS.matcher(grammar, (), reasoning)
-        while part_of(reasoning, b"".join(TOKENS[each] for each in output))[0] in (Part.BEFORE, Part.REASONING):
+        while part_of(reasoning, b"".join(TOKENS[each] for each in output))[0] in (
+            OutputPart.BEFORE,
+            OutputPart.REASONING,
+        ):
             if len(output) == 12:
                 break
             matcher.fill(mask)
             allowed = [each for each in range(VOCAB) if allows(mask, each)]
             expected = [each for each in range(VOCAB) if is_allowed(reasoning, has_grammar, output, each)]
             part, _ = part_of(reasoning, b"".join(TOKENS[each] for each in output))
-            if part is Part.REASONING and max_tokens is not None and len(output) >= max_tokens:
+            if part is OutputPart.REASONING and max_tokens is not None and len(output) >= max_tokens:
                 assert len(allowed) == 1 and set(allowed) <= set(expected)
             else:
                 assert allowed == expected, output
@@ -132,7 +139,7 @@ def test_masks_and_matchers_allow_what_the_definition_allows(
             output.append(draw.choice([each for each in allowed if each in likely] or allowed))
             assert matcher.accept(output[-1])
         num_ended += len(output) < 12
-        if has_grammar and part_of(reasoning, b"".join(TOKENS[each] for each in output))[0] is Part.ANSWER:
+        if has_grammar and part_of(reasoning, b"".join(TOKENS[each] for each in output))[0] is OutputPart.ANSWER:
             matcher.fill(mask)
             assert {TOKENS[each] for each in range(VOCAB) if allows(mask, each)} == {b"b", b"c", b"bc"}
         assert_same_as_replayed(matcher, GRAMMARS.matcher(grammar, output, reasoning))
@@ -221,10 +228,10 @@ def test_the_tokens_that_complete_a_marker_are_found_among_all(start: str, end: 
     made = MarkerTokens(Reasoning(start, end, is_open=False), TokenTexts(tokens), lambda text: [0])
     for place, mask in made.past_end.items():
         after = [made.markers.after(place, each) for each in tokens]
-        past = [to.part is Part.ANSWER and num_answer > 0 for to, num_answer in after]
+        past = [to.part is OutputPart.ANSWER and num_answer > 0 for to, num_answer in after]
         assert [allows(mask, each) for each in range(len(tokens))] == past
-        if place.part is Part.BEFORE:
-            completing = [to.part in (Part.REASONING, Part.ANSWER) for to, _ in after]
+        if place.part is OutputPart.BEFORE:
+            completing = [to.part in (OutputPart.REASONING, OutputPart.ANSWER) for to, _ in after]
             assert [allows(made.completing[place], each) for each in range(len(tokens))] == completing
 
 

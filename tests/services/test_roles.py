@@ -35,7 +35,7 @@ from baton.v1 import roles_pb2, roles_pb2_grpc
 from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
 from common.errors import Draining, EngineLost, PrefillUnavailable, RoleRefused, StartupError
 from common.kv.pool import KvPool
-from common.service.process import Part, Process, Serve, serve_roles
+from common.service.process import Process, RolePart, Serve, serve_roles
 from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime, open_runtime
 from common.telemetry.role_metrics import RoleMetrics
@@ -135,7 +135,7 @@ class Fakes:
         return serve
 
     async def run(self) -> None:
-        parts = {each.role: Part(each, self.serve(each.role)) for each in (PREFILL, DECODE)}
+        parts = {each.role: RolePart(each, self.serve(each.role)) for each in (PREFILL, DECODE)}
         async with asyncio.timeout(BOUND_S):
             await serve_roles(parts, self.runtime, self.metrics, instance_id="first")
 
@@ -277,8 +277,8 @@ async def both_here(
     )
     runtime = open_runtime(*settings)
     parts = {
-        Role.PREFILL: Part(settings[0], prefill_main.serve),
-        Role.DECODE: Part(settings[1], decode_main.serve),
+        Role.PREFILL: RolePart(settings[0], prefill_main.serve),
+        Role.DECODE: RolePart(settings[1], decode_main.serve),
     }
     serving = asyncio.create_task(serve_roles(parts, runtime, RoleMetrics(CollectorRegistry()), instance_id="first"))
     try:

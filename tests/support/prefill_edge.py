@@ -13,13 +13,13 @@ import grpc
 
 from common.service.server import ServerLimits, ServiceServer
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servicer
-from prefill_service.edge.row_checks import ModelLimits
+from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.handoff.samples import FINGERPRINT
 from tests.handoff.scripted_prefill import ScriptedPrefill
 from tests.wire.strategies import VOCAB_SIZE
 
-LIMITS = ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096)
+LIMITS = ReplicaLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096)
 
 
 @dataclass(frozen=True, slots=True)

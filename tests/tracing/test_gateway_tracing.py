@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.client.trace_context import trace_metadata
 from common.telemetry.tracing import NO_TRACER
 from gateway.api_keys import ApiKeys
-from gateway.edge import Edge, KeyCheck
+from gateway.edge import HttpEdge, KeyCheck
 from gateway.metrics import GatewayMetrics
 from gateway.tracing import TracedApp
 from tests.tracing.spans import EndedSpans
@@ -61,7 +61,7 @@ async def ask(
         sent.append(message)
 
     checked = KeyCheck(TracedApp(app, tracer=tracer), api_keys=ApiKeys(keys), covers_status=False)
-    await Edge(checked, metrics=GatewayMetrics(CollectorRegistry()))(scope, receive, send)
+    await HttpEdge(checked, metrics=GatewayMetrics(CollectorRegistry()))(scope, receive, send)
     return sent
 
 

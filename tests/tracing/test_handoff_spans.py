@@ -10,7 +10,7 @@ import pytest
 
 from common.wire.codec_commands import encode_prefill_batch
 from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import ModelLimits, RowNumbering
+from prefill_service.edge.row_checks import ReplicaLimits, RowNumbering
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import ChunkComputed, RowStarted
@@ -44,7 +44,7 @@ async def test_rows_of_a_call_that_breaks_off_end_with_it() -> None:
     servicer = PrefillServicer(
         engine=prefill,
         fingerprint=FINGERPRINT,
-        model_limits=ModelLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096),
+        model_limits=ReplicaLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096),
         instance_id="here",
         limits=HandoffLimits(),
         tracer=spans.tracer,

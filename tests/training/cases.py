@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.support.models import next_token_logits
 from training.config import TrainConfig
 from training.data import Conversations
-from training.progress import Progress
+from training.progress import ConsoleProgress
 
 LAYERS = (0, 1, 1)
 """The layers whose states a head reads, for a target with two layers."""
@@ -86,5 +86,5 @@ def tiny_config(**changes: Any) -> TrainConfig:
     return TrainConfig(**{**settings, **changes})
 
 
-def quiet() -> Progress:
-    return Progress(Console(quiet=True))
+def quiet() -> ConsoleProgress:
+    return ConsoleProgress(Console(quiet=True))

@@ -7,7 +7,7 @@ import pytest
 
 from tests.draft.conftest import one_thread, target_dir  # noqa: F401 -- fixtures
 from tests.training.cases import save_sampled_data
-from training.target import Target, load_target
+from training.target import FrozenTarget, load_target
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,5 +27,5 @@ def sampled_data(tmp_path_factory: pytest.TempPathFactory, last_token_model_dir:
 
 
 @pytest.fixture(scope="module")
-def target(target_dir: Path) -> Target:  # noqa: F811 -- the fixture
+def target(target_dir: Path) -> FrozenTarget:  # noqa: F811 -- the fixture
     return load_target(target_dir, device="cpu")

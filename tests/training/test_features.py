@@ -16,7 +16,7 @@ from tests.training.cases import make_conversations, quiet
 from training import features as module
 from training.data import Conversations
 from training.features import FeaturesKey, compute_features, features_key, is_complete, mark_complete, open_features
-from training.target import Target
+from training.target import FrozenTarget
 
 _LAYERS = (2, 3, 5)
 
@@ -28,12 +28,12 @@ def conversations() -> Conversations:
 
 
 @pytest.fixture
-def key(conversations: Conversations, target: Target) -> FeaturesKey:
+def key(conversations: Conversations, target: FrozenTarget) -> FeaturesKey:
     return features_key(conversations, target, _LAYERS)
 
 
 def test_they_are_the_streams_entering_the_layers_and_what_leaves_the_final_norm(
-    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: Target, target_dir: Path
+    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: FrozenTarget, target_dir: Path
 ) -> None:
     compute_features(tmp_path, key, conversations, target, quiet())
     features = open_features(tmp_path, key)
@@ -64,7 +64,7 @@ def _assert_near(bits: np.ndarray, states: Tensor) -> None:
 
 
 def test_an_interrupted_computation_is_done_anew(
-    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: Target
+    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: FrozenTarget
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -80,7 +80,7 @@ def test_an_interrupted_computation_is_done_anew(
 
 
 def test_files_that_are_links_to_others_are_not_written_to(
-    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: Target
+    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: FrozenTarget
 ) -> None:
     original, linked = tmp_path / "original.bin", tmp_path / "features" / "aux.bin"
     original.write_bytes(b"precious")
@@ -102,7 +102,7 @@ def test_those_of_something_else_are_refused(
     tmp_path: Path,
     conversations: Conversations,
     key: FeaturesKey,
-    target: Target,
+    target: FrozenTarget,
     changes: dict[str, object],
     message: str,
 ) -> None:
@@ -113,7 +113,7 @@ def test_those_of_something_else_are_refused(
 
 
 def test_a_file_of_another_size_is_neither_marked_nor_read(
-    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: Target
+    tmp_path: Path, conversations: Conversations, key: FeaturesKey, target: FrozenTarget
 ) -> None:
     compute_features(tmp_path, key, conversations, target, quiet())
     with (tmp_path / "final.bin").open("ab") as file:

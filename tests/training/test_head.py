@@ -22,7 +22,7 @@ from tests.support.models import save_tiny_model
 from training.export import export_head
 from training.head import TrainableHead, initialize
 from training.head_config import head_config, head_spec
-from training.target import Target, load_target
+from training.target import FrozenTarget, load_target
 from training.vocabulary import DraftVocabulary
 
 _NUM_STEPS, _LENGTH = 4, 10
@@ -35,7 +35,7 @@ def architecture_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture(scope="module")
-def trained(architecture_dir: Path) -> Target:
+def trained(architecture_dir: Path) -> FrozenTarget:
     return load_target(architecture_dir, device="cpu")
 
 
@@ -44,7 +44,7 @@ def served(architecture_dir: Path) -> TargetModel:
     return load_served(architecture_dir, device="cpu", dtype="float32")
 
 
-def _head(target: Target, vocabulary: DraftVocabulary) -> tuple[TrainableHead, dict[str, Any]]:
+def _head(target: FrozenTarget, vocabulary: DraftVocabulary) -> tuple[TrainableHead, dict[str, Any]]:
     """Returns a head with random weights that bfloat16 represents exactly, so that the export loses nothing."""
     config = head_config(target.config, draft_vocab=vocabulary.token_ids.size, layers=None)
     spec = head_spec(config, target.config, target.directory)
@@ -59,7 +59,7 @@ def _head(target: Target, vocabulary: DraftVocabulary) -> tuple[TrainableHead, d
 
 
 def test_every_step_of_every_chain_is_what_the_services_compute(
-    tmp_path: Path, trained: Target, served: TargetModel
+    tmp_path: Path, trained: FrozenTarget, served: TargetModel
 ) -> None:
     generator = torch.Generator().manual_seed(2)
     token_ids = torch.randperm(served.vocab_size, generator=generator)[:40].sort().values
@@ -98,7 +98,7 @@ def _served_chain(draft: Any, tokens: Tensor, aux: Tensor) -> Tensor:
     return torch.cat(logits)
 
 
-def test_it_starts_from_the_target_s_last_layer_where_that_is_llama_s(trained: Target) -> None:
+def test_it_starts_from_the_target_s_last_layer_where_that_is_llama_s(trained: FrozenTarget) -> None:
     vocabulary = DraftVocabulary(torch.arange(3, 43).numpy(), trained.config.vocab_size)
     head, _ = _head(trained, vocabulary)
     fitted = initialize(head, trained, torch.from_numpy(vocabulary.token_ids), seed=0)
@@ -123,7 +123,7 @@ def test_its_positions_turn_as_the_target_s(tmp_path: Path) -> None:
     assert spec.block.rope.rope_parameters == rope
 
 
-def test_an_export_replaces_an_older_one_and_keeps_nothing_else(tmp_path: Path, target: Target) -> None:
+def test_an_export_replaces_an_older_one_and_keeps_nothing_else(tmp_path: Path, target: FrozenTarget) -> None:
     vocabulary = DraftVocabulary(torch.arange(5, 45).numpy(), target.config.vocab_size)
     head, config = _head(target, vocabulary)
     sizes = [export_head(tmp_path, config, head, vocabulary) for _ in range(2)]
@@ -139,14 +139,14 @@ def test_an_export_replaces_an_older_one_and_keeps_nothing_else(tmp_path: Path, 
     ],
 )
 def test_layers_that_the_target_has_not_are_refused(
-    target: Target, layers: tuple[int, ...], error: type[Exception], message: str
+    target: FrozenTarget, layers: tuple[int, ...], error: type[Exception], message: str
 ) -> None:
     config = head_config(target.config, draft_vocab=8, layers=layers)
     with pytest.raises(error, match=message):
         head_spec(config, target.config, target.directory)
 
 
-def test_the_streams_of_other_layers_can_be_chosen(target: Target) -> None:
+def test_the_streams_of_other_layers_can_be_chosen(target: FrozenTarget) -> None:
     config = head_config(target.config, draft_vocab=8, layers=(0, 5))
     assert head_spec(config, target.config, target.directory).captured_layers == (0, 5)
 
@@ -167,7 +167,7 @@ def test_a_target_without_what_a_llama_layer_has_is_refused_by_name() -> None:
         head_config(config, draft_vocab=40, layers=None)
 
 
-def test_a_target_whose_output_layer_has_a_bias_is_refused(tmp_path: Path, target: Target) -> None:
+def test_a_target_whose_output_layer_has_a_bias_is_refused(tmp_path: Path, target: FrozenTarget) -> None:
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     PhiForCausalLM(PhiConfig(num_attention_heads=2, **shape)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="an output layer with a bias"):

@@ -81,7 +81,7 @@ def products_of(max_rows: int, max_whole_rows: int, *, multiplies_pairs: bool) -
     return products
 
 
-class _Step:
+class _PanelStep:
     """One step of a pass over a panel: 4 bytes of each output, two bfloat16 or one float32. Generates the loads of the
     panel's weights and of the numbers of x.
 
@@ -116,13 +116,13 @@ class _Step:
             start = self._builder.inttoptr(row, kind.element.as_pointer())
             yield spread(self._builder, self._builder.load(self._builder.gep(start, [place])), kind)
 
-    def again(self) -> _Step:
+    def again(self) -> _PanelStep:
         """Returns a copy of this step whose weights and numbers of x the compiled code loads again.
 
         It hides from the compiler that both steps load the same values. Otherwise it would keep them in registers, of
         which there are too few.
         """
-        return _Step(self._builder, self._vectors, self._rows, self._outputs, hidden(self._builder, self._number))
+        return _PanelStep(self._builder, self._vectors, self._rows, self._outputs, hidden(self._builder, self._number))
 
 
 def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, multiply: Any, is_last: bool) -> None:
@@ -149,7 +149,7 @@ def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, 
         for offset in range(0, 4 * PANEL_WIDTH, LINE_BYTES):  # a first pass prefetches for the second one too
             ahead = builder.add(builder.mul(number, WORD(4 * PANEL_WIDTH)), WORD(offset + _BYTES_AHEAD))
             prefetch_line(builder, builder.inttoptr(builder.add(panel, ahead), INTS.as_pointer()), once=is_last)
-    new = multiply(builder, _Step(builder, vectors, rows, outputs, number), sums)
+    new = multiply(builder, _PanelStep(builder, vectors, rows, outputs, number), sums)
     following = builder.add(number, WORD(1))
     number.add_incoming(following, loop)
     for total, value in zip(sums, new, strict=True):
@@ -164,7 +164,7 @@ def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, 
         builder.store(value, address).align = 4
 
 
-def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
+def _multiply_pairs(builder: Any, step: _PanelStep, sums: list[Any]) -> list[Any]:
     """Generates the products of one step, of bfloat16 pairs, and adds them to `sums`. Returns the new sums. Both lists
     have the LLVM vectors of the first row of x, then those of the next. `builder` is llvmlite's IRBuilder, which the
     code is added to.
@@ -176,7 +176,7 @@ def _multiply_pairs(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
     return [builder.call(function, [next(old), weight, pair]) for pair in pairs for weight in weights]
 
 
-def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
+def _multiply_halves(builder: Any, step: _PanelStep, sums: list[Any]) -> list[Any]:
     """Generates the products of one step of bfloat16 weights, by float32 multiplications, and adds them to `sums`.
     Returns the new sums. Both lists have the LLVM vectors of the first row of x, then those of the next. `builder` is
     llvmlite's IRBuilder, which the code is added to.
@@ -191,7 +191,7 @@ def _multiply_halves(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
     return sums
 
 
-def _multiply_floats(builder: Any, step: _Step, sums: list[Any]) -> list[Any]:
+def _multiply_floats(builder: Any, step: _PanelStep, sums: list[Any]) -> list[Any]:
     """Generates the products of one step of float32 weights, and adds them to `sums`. Returns the new sums. Both lists
     have the LLVM vectors of the first row of x, then those of the next. `builder` is llvmlite's IRBuilder, which the
     code is added to.

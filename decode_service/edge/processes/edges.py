@@ -29,34 +29,34 @@ from common.host.peer_process import start_peer
 from common.sampling.params import TokenLogprobs
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles
-from common.service.server import Server
+from common.service.server import FrontServer
 from common.telemetry.timeline import Recording, Timeline
 from decode_service.edge.assembly import EdgePlan
-from decode_service.edge.live_requests import OpenRequests
+from decode_service.edge.live_requests import AllLiveRequests
 from decode_service.edge.matchers import Matchers
 from decode_service.edge.processes.edge_metrics import EdgeMetrics
 from decode_service.edge.processes.link import SAYS_EVERY_S, Link, Silence, longest_silence_s
 from decode_service.edge.processes.messages import (
-    Answer,
+    AnswerTo,
     Ask,
     Begin,
     CannotStart,
     ChangeRole,
+    EdgeSaid,
+    EdgeState,
     EndRecording,
     Events,
     FailAll,
     FromEdge,
     HeldMatcher,
-    Idle,
     Listen,
     Listening,
     MakeMatcher,
     NoLonger,
+    NothingLive,
     Record,
-    Said,
     Stop,
     StopAdmitting,
-    Told,
     packed,
 )
 from decode_service.edge.replicas import ReplicaStates
@@ -85,7 +85,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Edge:
+class _EdgeProcess:
     """One process of an edge. Events wait in `unread` until it takes them, and matchers in `held` for their requests.
 
     `live` has the engine's ids of its requests. `listening` gets the port, or the error for which it does not listen.
@@ -97,7 +97,7 @@ class _Edge:
     link: Link
     listening: asyncio.Future[int]
     silence: Silence = field(default_factory=lambda: Silence(patience_s=START_TIMEOUT_S))
-    told: Told | None = None
+    told: EdgeState | None = None
     told_s: float = 0.0
     unread: UnreadEvents = field(default_factory=UnreadEvents)
     handed_off: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _Edge:
     recorded_for: int | None = None  # the number of the Ask for which the timeline is recorded
 
 
-class EdgeProcesses(OpenRequests, Server):
+class EdgeProcesses(AllLiveRequests, FrontServer):
     """The edges of an engine in `num` processes. Use it on the event loop only, inside an `async with`.
 
     An edge that ends is replaced; so is one that says nothing for `longest_silence_s`. Its requests are aborted.
@@ -139,8 +139,8 @@ class EdgeProcesses(OpenRequests, Server):
         self._longest_silence_s = longest_silence_s(stall_timeout_s)
         self._metrics = EdgeMetrics()
         registry.register(self._metrics)
-        self._edges: dict[int, _Edge] = {}
-        self._owners: dict[str, _Edge] = {}
+        self._edges: dict[int, _EdgeProcess] = {}
+        self._owners: dict[str, _EdgeProcess] = {}
         self._address: str | None = None
         self._is_ready = False
         self._is_draining = False
@@ -248,7 +248,7 @@ class EdgeProcesses(OpenRequests, Server):
 
     # ---- the processes ----------------------------------------------------------------------------------------------
 
-    async def _begin(self, number: int) -> _Edge:
+    async def _begin(self, number: int) -> _EdgeProcess:
         """Starts the process of an edge. Raises StartupError if it cannot be started."""
         try:
             process, end = start_peer("decode_service.edge.processes.process")
@@ -262,7 +262,7 @@ class EdgeProcesses(OpenRequests, Server):
             process.wait()
             raise
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        edge = _Edge(number, process, link, listening)
+        edge = _EdgeProcess(number, process, link, listening)
         self._edges[number] = edge
         link.send(Begin(self._plan, number))
         self._tell_one(edge)
@@ -272,7 +272,7 @@ class EdgeProcesses(OpenRequests, Server):
             link.send(StopAdmitting())
         return edge
 
-    async def _keep(self, edge: _Edge) -> None:
+    async def _keep(self, edge: _EdgeProcess) -> None:
         """Serves an edge until it ends, and then starts another one in its place."""
         while True:
             try:
@@ -289,7 +289,7 @@ class EdgeProcesses(OpenRequests, Server):
                 return
             edge = next_edge
 
-    async def _replaced(self, edge: _Edge) -> _Edge | None:
+    async def _replaced(self, edge: _EdgeProcess) -> _EdgeProcess | None:
         """Returns another edge in place of one that was lost, or None if the service stops. Tries until it can."""
         while True:
             await asyncio.sleep(_RESTART_S)
@@ -300,7 +300,7 @@ class EdgeProcesses(OpenRequests, Server):
             except (StartupError, OSError) as error:
                 _log.error("edge_not_started", edge=edge.number, error=str(error))
 
-    async def _attend(self, edge: _Edge) -> str:
+    async def _attend(self, edge: _EdgeProcess) -> str:
         """Reads what the edge sends until it ends. Returns how it ended."""
         feeding = asyncio.create_task(self._feed(edge), name="feed-edge")
         feeding.add_done_callback(partial(_end_starved, edge))
@@ -324,7 +324,7 @@ class EdgeProcesses(OpenRequests, Server):
             edge.listening.exception()
         return how + why
 
-    async def _feed(self, edge: _Edge) -> None:
+    async def _feed(self, edge: _EdgeProcess) -> None:
         """Sends events as fast as the edge takes them. What it does not take is merged."""
         with contextlib.suppress(OSError):  # `_attend` sees that too
             while True:
@@ -334,7 +334,7 @@ class EdgeProcesses(OpenRequests, Server):
                 events, edge.handed_off, handed_off = edge.unread.take(), [], tuple(edge.handed_off)
                 edge.link.send(Events(_of_requests(events), handed_off))
 
-    def _abandon(self, edge: _Edge) -> int:
+    def _abandon(self, edge: _EdgeProcess) -> int:
         """Aborts the requests of an edge that has ended, and frees what was kept for it. Returns their number."""
         edge.link.close()
         for task in edge.answering.values():
@@ -351,7 +351,7 @@ class EdgeProcesses(OpenRequests, Server):
 
     # ---- what edges say ---------------------------------------------------------------------------------------------
 
-    def _take(self, edge: _Edge, message: FromEdge) -> None:
+    def _take(self, edge: _EdgeProcess, message: FromEdge) -> None:
         match message:
             case Submit():
                 self._submit(edge, message)
@@ -370,15 +370,15 @@ class EdgeProcesses(OpenRequests, Server):
                     answering.cancel()
                 if edge.recorded_for == number:
                     self._end_recording(edge)
-            case Said():
+            case EdgeSaid():
                 edge.silence.heard()
                 self._metrics.said(edge.number, message.metrics)
             case Listening(port):
                 edge.listening.set_result(port)
-            case Idle():
+            case NothingLive():
                 edge.is_idle.set()
 
-    def _submit(self, edge: _Edge, submit: Submit) -> None:
+    def _submit(self, edge: _EdgeProcess, submit: Submit) -> None:
         if isinstance(submit.matcher, HeldMatcher):
             matcher = edge.held.pop(submit.matcher.number, None)
             if matcher is None:
@@ -390,17 +390,17 @@ class EdgeProcesses(OpenRequests, Server):
         edge.live.add(submit.request_id)
         self._engine.post(submit)
 
-    async def _answer(self, edge: _Edge, ask: Ask) -> None:
+    async def _answer(self, edge: _EdgeProcess, ask: Ask) -> None:
         try:
-            answer = Answer(ask.number, await self._value_of(edge, ask))
+            answer = AnswerTo(ask.number, await self._value_of(edge, ask))
         except BatonError as error:
-            answer = Answer(ask.number, error=error)
+            answer = AnswerTo(ask.number, error=error)
         except Exception as error:  # the asker must not wait for ever
             _log.exception("edge_answer_failed", edge=edge.number, question=type(ask.question).__name__)
-            answer = Answer(ask.number, error=EngineFault(f"{type(error).__name__}: {error}"))
+            answer = AnswerTo(ask.number, error=EngineFault(f"{type(error).__name__}: {error}"))
         edge.link.send(answer)
 
-    async def _value_of(self, edge: _Edge, ask: Ask) -> object:
+    async def _value_of(self, edge: _EdgeProcess, ask: Ask) -> object:
         match ask.question:
             case MakeMatcher(sampling, output_ids, client):
                 edge.held[ask.number] = await self._matchers.of(sampling, output_ids, client=client)
@@ -417,7 +417,7 @@ class EdgeProcesses(OpenRequests, Server):
                 recording = self._end_recording(edge)
                 return [] if recording is None else await asyncio.to_thread(lambda: packed(recording.take_tracks()))
 
-    def _end_recording(self, edge: _Edge) -> Recording | None:
+    def _end_recording(self, edge: _EdgeProcess) -> Recording | None:
         if edge.recorded_for is None:
             return None
         edge.recorded_for = None
@@ -425,13 +425,13 @@ class EdgeProcesses(OpenRequests, Server):
 
     # ---- what edges are told ----------------------------------------------------------------------------------------
 
-    def _by_edge(self, event: Tokens) -> list[tuple[_Edge, Tokens]]:
+    def _by_edge(self, event: Tokens) -> list[tuple[_EdgeProcess, Tokens]]:
         """Splits an event with tokens of several requests by the edges that have them."""
         owners = [self._owners.get(request_id) for request_id in event.request_ids]
         present = {owner for owner in owners if owner is not None}
         if len(present) == 1 and None not in owners:
             return [(present.pop(), event)]
-        split: dict[_Edge, tuple[list[str], list[int], list[int], list[TokenLogprobs | None]]] = {
+        split: dict[_EdgeProcess, tuple[list[str], list[int], list[int], list[TokenLogprobs | None]]] = {
             owner: ([], [], [], []) for owner in present
         }
         stop = 0
@@ -448,7 +448,7 @@ class EdgeProcesses(OpenRequests, Server):
             for owner, (request_ids, nums, token_ids, logprobs) in split.items()
         ]
 
-    def _give(self, edge: _Edge, event: RequestEvent) -> None:
+    def _give(self, edge: _EdgeProcess, event: RequestEvent) -> None:
         edge.unread.add((event,))
         edge.has_news.set()
 
@@ -460,9 +460,11 @@ class EdgeProcesses(OpenRequests, Server):
         for edge in self._edges.values():
             self._tell_one(edge)
 
-    def _tell_one(self, edge: _Edge) -> None:
+    def _tell_one(self, edge: _EdgeProcess) -> None:
         engine = self._engine
-        told = Told(self._is_ready, engine.is_alive, self._roles.state, engine.load, tuple(self._replicas.states()))
+        told = EdgeState(
+            self._is_ready, engine.is_alive, self._roles.state, engine.load, tuple(self._replicas.states())
+        )
         if told != edge.told or time.monotonic() - edge.told_s >= SAYS_EVERY_S:
             edge.told, edge.told_s = told, time.monotonic()
             edge.link.send(told)
@@ -476,7 +478,7 @@ class EdgeProcesses(OpenRequests, Server):
                     edge.process.kill()
 
 
-def _end_starved(edge: _Edge, feeding: asyncio.Task[None]) -> None:
+def _end_starved(edge: _EdgeProcess, feeding: asyncio.Task[None]) -> None:
     """Ends an edge to which events cannot be sent."""
     if not feeding.cancelled() and (error := feeding.exception()) is not None:
         _log.error("edge_failed", edge=edge.number, exc_info=error)

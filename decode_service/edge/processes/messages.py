@@ -37,7 +37,7 @@ class Listen:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class EdgeState:
     """The state that an edge shows to clients: readiness, role, and the engine's and the replicas' state."""
 
     is_ready: bool
@@ -56,7 +56,7 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerTo:
     """Answers the `Ask` with this number: with a value, or with the error that the asker gets instead."""
 
     number: int
@@ -66,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class StopAdmitting:
-    """The edge answers with Idle once no request is live."""
+    """The edge answers with NothingLive once no request is live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +99,14 @@ class CannotStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class EdgeSaid:
     """An edge sends this from time to time: it says that the edge goes on, and has its metrics."""
 
     metrics: tuple[Metric, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
+class NothingLive:
     """No request is live, and none will be admitted."""
 
 
@@ -179,8 +179,8 @@ class HeldMatcher(Matcher):
         raise NotImplementedError
 
 
-ToEdge = Begin | Listen | Told | Events | Answer | StopAdmitting | FailAll | Stop
-FromEdge = Command | Listening | CannotStart | Said | Idle | Ask | NoLonger
+ToEdge = Begin | Listen | EdgeState | Events | AnswerTo | StopAdmitting | FailAll | Stop
+FromEdge = Command | Listening | CannotStart | EdgeSaid | NothingLive | Ask | NoLonger
 
 
 _EVENTS_TOGETHER = 2048

@@ -43,26 +43,26 @@ from decode_service.edge.assembly import EdgePlan, OpenedEdge, opened_edge
 from decode_service.edge.matchers import Matchers
 from decode_service.edge.processes.link import SAYS_EVERY_S, Link, Silence, longest_silence_s
 from decode_service.edge.processes.messages import (
-    Answer,
+    AnswerTo,
     Ask,
     Begin,
     CannotStart,
     ChangeRole,
+    EdgeSaid,
+    EdgeState,
     EndRecording,
     Events,
     FailAll,
-    Idle,
     Listen,
     Listening,
     MakeMatcher,
     NoLonger,
+    NothingLive,
     Question,
     Record,
-    Said,
     Stop,
     StopAdmitting,
     ToEdge,
-    Told,
     unpacked,
 )
 from decode_service.edge.replicas import ReplicaState, ReplicaStates
@@ -73,10 +73,10 @@ PROGRAM = "decode_service"
 _log = structlog.get_logger(__name__)
 
 
-class _Engine(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline):
+class _EngineElsewhere(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline):
     """The engine's process, as it last told about itself, and as what answers questions."""
 
-    def __init__(self, link: Link, told: Told) -> None:
+    def __init__(self, link: Link, told: EdgeState) -> None:
         self._link = link
         self.told = told
         self._numbers = itertools.count(1)
@@ -112,7 +112,7 @@ class _Engine(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline
     async def stop(self) -> Sequence[RecordedTrack]:
         return await asyncio.to_thread(unpacked, await self._answer_to(EndRecording()))
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: AnswerTo) -> None:
         asked = self._asked.get(answer.number)
         if asked is None or asked.done():  # nobody waits any more
             return
@@ -134,14 +134,14 @@ class _Engine(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline
             del self._asked[number]
 
 
-class _Edge:
+class _RunningEdge:
     """An edge that does what the engine's process says. While that says nothing for long, the edge is not ready."""
 
     def __init__(
         self,
         link: Link,
         *,
-        engine: _Engine,
+        engine: _EngineElsewhere,
         opened: OpenedEdge,
         registry: CollectorRegistry,
         stall_timeout_s: float,
@@ -181,12 +181,12 @@ class _Edge:
                 for event in message.events:
                     self._live_requests.dispatch(event)
                 await asyncio.sleep(0)  # clients get what has come before more is taken
-            case Told():
+            case EdgeState():
                 self._engine.told = message
                 await self._server.set_ready(message.is_ready)
             case Listen():
                 self._link.send(Listening(await self._server.start(message.address)))
-            case Answer():
+            case AnswerTo():
                 self._engine.answered(message)
             case StopAdmitting():
                 self._live_requests.drain()
@@ -199,7 +199,7 @@ class _Edge:
                 assert_never(message)
 
     def _say(self) -> None:
-        self._link.send(Said(tuple(self._registry.collect())))
+        self._link.send(EdgeSaid(tuple(self._registry.collect())))
 
     async def _say_from_time_to_time(self) -> None:
         while True:
@@ -218,7 +218,7 @@ class _Edge:
 
     async def _say_when_idle(self) -> None:
         await self._live_requests.wait_idle()
-        self._link.send(Idle())
+        self._link.send(NothingLive())
 
 
 async def _serve(end: socket.socket) -> None:
@@ -245,8 +245,8 @@ async def _serve(end: socket.socket) -> None:
 
 async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
     told = await link.receive()
-    assert isinstance(told, Told)
-    engine, registry = _Engine(link, told), CollectorRegistry()
+    assert isinstance(told, EdgeState)
+    engine, registry = _EngineElsewhere(link, told), CollectorRegistry()
     async with opened_edge(
         plan,
         engine=engine,
@@ -259,7 +259,7 @@ async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
         timeline=Timeline(),
         other_timeline=engine,
     ) as opened:
-        edge = _Edge(
+        edge = _RunningEdge(
             link,
             engine=engine,
             opened=opened,

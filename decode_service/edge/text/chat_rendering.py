@@ -14,7 +14,7 @@ from common.errors import Overloaded
 from common.host.answering import DONE
 from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
 from common.text import chat_template_process as protocol
-from common.text.chat_messages import NO_OPTIONS, ChatMessage, ChatOptions, chat_to_json
+from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, chat_to_json
 from common.text.chat_template import ChatRefused, TextTooLong
 from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
 
@@ -93,7 +93,7 @@ class ChatRendering:
         await asyncio.gather(*(process.close() for process in self._idle), *self._endings)
 
     async def render(
-        self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS, *, num_bytes: int
+        self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS, *, num_bytes: int
     ) -> str:
         """Renders a conversation. `num_bytes` is the size of its contents and options.
 

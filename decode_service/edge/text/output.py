@@ -15,7 +15,7 @@ from decode_service.edge.text.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class PositionLogprobs:
+class OutputLogprobs:
     """The log-probabilities of one output token.
 
     `token` and `top_tokens` are the bytes of the chosen token and of each of `logprobs.top_ids`.
@@ -32,7 +32,7 @@ class OutputPiece:
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    logprobs: tuple[PositionLogprobs, ...] = ()
+    logprobs: tuple[OutputLogprobs, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.token_ids or self.text)
@@ -106,7 +106,7 @@ class OutputProcessor:
         if not (self._stop_strings or logprobs):
             return OutputPiece(tuple(token_ids), self._push_all(token_ids))
         texts: list[str] = []
-        positions: list[PositionLogprobs] = []
+        positions: list[OutputLogprobs] = []
         for token_id in token_ids:
             if self._match is not None:
                 break
@@ -142,12 +142,12 @@ class OutputProcessor:
         self._held = ""
         return rest
 
-    def _position(self, token_id: int, logprobs: TokenLogprobs) -> PositionLogprobs:
+    def _position(self, token_id: int, logprobs: TokenLogprobs) -> OutputLogprobs:
         token, *top = (
             self._decoder.bytes_of(each, begins_text=self._detokenizer.begins_text)
             for each in (token_id, *logprobs.top_ids)
         )
-        return PositionLogprobs(logprobs, token, tuple(top))
+        return OutputLogprobs(logprobs, token, tuple(top))
 
     def _push_one(self, token_id: int) -> str:
         self._num_output_tokens += 1

@@ -30,5 +30,5 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.uint8]]:
             made.append(guard)
 
     monkeypatch.setattr(forward_module, "Memory", Guarded)
-    monkeypatch.setattr(forward_module._Room, "of", lambda _, num_bytes: Guarded(num_bytes))
+    monkeypatch.setattr(forward_module._Workspace, "of", lambda _, num_bytes: Guarded(num_bytes))
     return made

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from common.kv.pool import KvPool
-from decode_service.forward.draft_backlog import DraftBacklog, Unread
+from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
 from decode_service.forward.forward_batch import ForwardBatch
 from tests.engine.mutants.kinds import instead_of
 
@@ -37,7 +37,7 @@ def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
         last[:] = [(captured, next_ids)]
         put(self, batch, captured, next_ids)
 
-    def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> Unread:
+    def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> UnreadTokens:
         entries = _lagging(batch, 0)
         put(self, entries, *last[0])
         return unread(self, entries, pool, group)
@@ -48,8 +48,8 @@ def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
 
 @instead_of(DraftBacklog, "unread")
 def every_row_is_as_far_behind(
-    unread: Callable[..., Unread], self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str
-) -> Unread:
+    unread: Callable[..., UnreadTokens], self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str
+) -> UnreadTokens:
     """Treats every row's head as lagging only as much as the row whose head lags least."""
     return unread(self, _lagging(batch, batch.draft_lag.min()), pool, group)
 

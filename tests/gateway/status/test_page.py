@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from gateway.metrics import GatewayMetrics
 from gateway.status.collector import StatusCollector
 from gateway.status.routes import status_routes
-from gateway.status.snapshot import Figures, Gateway, Replica, Snapshot
+from gateway.status.snapshot import Gateway, ReplicaFigures, ServiceFigures, Snapshot
 from tests.gateway.status.scene import Decode, ExposedDecode, numeric
 
 GATEWAY = Gateway("1.2.3", ("demo", "other"), {"429": 3})
@@ -89,7 +89,7 @@ async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx
     assert {"decode_cached_share", "prefill_cached_share"} <= set(re.findall(r"\bpair\.(\w+)", script))
     of_service = set(re.findall(r"\bfigures\.(\w+)", inline_function("serviceCard", script)))
     assert {"cached_share", "evicted_tokens_per_s"} <= of_service
-    assert of_service <= {field.name for field in dataclasses.fields(Figures)}
+    assert of_service <= {field.name for field in dataclasses.fields(ServiceFigures)}
     assert set(re.findall(r"\bshown\.(\w+)", script)) <= set(figures)
     assert set(re.findall(r"\bgateway\.(\w+)", script)) == set(figures["gateway"])
     assert re.search(r"waitS = shown === null \|\| shown.age_s === null \? ", script), (
@@ -101,7 +101,7 @@ async def test_every_field_that_the_script_reads_is_in_the_figures(viewer: httpx
         "the figure that is known while requests run comes first"
     )
     assert {"address", "grpc_address", "target"} <= set(re.findall(r"\bservice\.(\w+)", script))
-    assert set(re.findall(r"\breplica\.(\w+)", script)) == {field.name for field in dataclasses.fields(Replica)}
+    assert set(re.findall(r"\breplica\.(\w+)", script)) == {field.name for field in dataclasses.fields(ReplicaFigures)}
 
 
 async def test_every_status_that_is_counted_as_an_error_has_a_meaning(viewer: httpx2.AsyncClient) -> None:
