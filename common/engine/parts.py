@@ -1,4 +1,4 @@
-"""What both engines are built of: what they compute with, and what they are told."""
+"""Two values that both engines are built from: EngineParts, which they compute with, and the EngineConfig."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.telemetry.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine computes with.
+    """The model, the device and the like with which an engine computes.
 
     `draft` is None if the engine uses no draft head. Tokens are drawn by `draw_kernels`, or by PyTorch's operators
     without them.
@@ -40,7 +40,7 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine of either kind is told.
+    """The options of an engine of either kind.
 
     `overlap=False` finishes each step before the next is scheduled. With `prefix_cache` a prompt begins after its
     longest prefix whose KV an earlier one left in the pool. `ageing` changes priorities while prompts wait.

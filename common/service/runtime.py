@@ -97,7 +97,7 @@ class Runtime:
 
     @property
     def parts(self) -> EngineParts:
-        """What an engine computes with."""
+        """The values with which an engine computes."""
         return EngineParts(
             model=self.model,
             draft=self.draft,

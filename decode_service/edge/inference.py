@@ -62,7 +62,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is served, and by which rules.
+    """The served model, and the rules by which it is served.
 
     A client that takes nothing of its answer for `client_stall_timeout_s` is dropped. If `tells_tenants_apart`, tenants
     are clients of the engine; else they share what is their client's.

@@ -44,7 +44,7 @@ class HostTokens:
 
 @dataclass(frozen=True, slots=True)
 class MaskedDraw:
-    """What the schedule side and the pieces of a step tell each other if grammars constrain the step's draws.
+    """Cells by which the schedule side and a step's pieces pass values if grammars constrain the step's draws.
 
     The schedule side computes `masks`, as `draw` takes them, while the target computes: it needs the last step's
     tokens, and the step's `drafts`, which are on the host when its inputs are ready. `marks` are the events where the

@@ -1,4 +1,4 @@
-"""What the decode engine is told, and the sizes that follow from it."""
+"""The options of the decode engine, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decode_service.speculate.spec_info import SpecInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(EngineConfig):
-    """What the decode engine is told.
+    """The options of the decode engine.
 
     `spec_info` is the deepest speculation of a step, None without a draft head. With `prefix_routing` the choice of a
     prefill service weighs what it has cached against its load. If at most `local_prefill_tokens` are left to compute,

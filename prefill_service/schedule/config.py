@@ -1,4 +1,4 @@
-"""What the prefill engine is told, and the sizes that follow from it."""
+"""The options of the prefill engine, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(EngineConfig):
-    """What the prefill engine is told.
+    """The options of the prefill engine.
 
     A forward computes at most `max_batch_tokens`, and at most `chunk_tokens` of each prompt. `draft_topk` is the number
     of first drafts from which the decode service starts its trees. KV is sent in segments of at most
