@@ -25,8 +25,7 @@ from common.kv.pool import KvPool
 from common.model.loader import load_target
 from common.sampling.params import ResolvedSampling
 from decode_service.forward.forward_batch import ForwardBatch
-from decode_service.forward.speculative_worker import SpeculativeWorker
-from decode_service.forward.worker import WorkerOutput
+from decode_service.forward.worker import Worker, WorkerOutput
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.support.pair import InProcessPair, PairOptions
 
@@ -75,7 +74,7 @@ class Watch:
 def watched(pair: InProcessPair) -> Watch:
     watch = Watch()
     prepare = ScheduleBatch.prepare_for_decode
-    forward = SpeculativeWorker.forward
+    forward = Worker.forward
 
     def note_prepared(self: ScheduleBatch, pool: KvPool) -> bool:
         began_s = time.perf_counter()
@@ -84,13 +83,14 @@ def watched(pair: InProcessPair) -> Watch:
             watch.prepared_s.append(began_s)
         return is_prepared
 
-    def note_marks(self: SpeculativeWorker, batch: ForwardBatch, **keywords: object) -> WorkerOutput:
+    def note_marks(self: Worker, batch: ForwardBatch, **keywords: object) -> WorkerOutput:
         output = forward(self, batch, **keywords)  # type: ignore[arg-type]
+        assert output.marks is not None
         watch.marks.append(output.marks.get())
         return output
 
     ScheduleBatch.prepare_for_decode = note_prepared  # type: ignore[method-assign]
-    SpeculativeWorker.forward = note_marks  # type: ignore[method-assign]
+    Worker.forward = note_marks  # type: ignore[method-assign]
     watch.start(pair.decode._forward_stream)
     return watch
 

@@ -32,7 +32,7 @@ from common.draft.head import DraftHead
 from common.engine.parts import EngineParts
 from common.grammar.grammar import GrammarKind
 from common.kv.kv_shard import OneDevice
-from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec, SeedColumnSpec
+from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec
 from common.kv.pool import CacheKey
 from common.kv.pool_size import PoolSize
 from common.load import EngineLoad
@@ -51,6 +51,7 @@ from decode_service.edge.observer import RequestObserver
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.text.output import OutputProcessor
 from decode_service.forward import forward_side
+from decode_service.forward.drafter import Drafter
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.forward.worker import OnPublish, WorkerOutput
@@ -148,13 +149,12 @@ class PresetWorker:
     With drafts, the numbers of accepted tokens are also drawn beforehand.
     """
 
-    seed_columns: tuple[SeedColumnSpec, ...] = ()
-
-    def __init__(self, *, max_rows: int, spec_info: SpecInfo | None, stream: Stream) -> None:
-        self.relays_lengths = spec_info is not None
+    def __init__(self, *, max_rows: int, spec_info: SpecInfo, stream: Stream) -> None:
+        self.drafter = Drafter()
+        self.drafter.drafts = spec_info.has_drafts
         self._stream = stream
         numbers = torch.Generator().manual_seed(0)
-        width = 1 if spec_info is None else spec_info.max_accept_len
+        width = spec_info.max_accept_len
         # Printable characters that contain no stop string, so that the edge decodes them like text.
         self._tokens = torch.randint(97, 123, (NUM_VARIANTS, max_rows, width), generator=numbers)
         self._accept_lens = torch.randint(1, width + 1, (NUM_VARIANTS, max_rows), generator=numbers)
@@ -166,7 +166,12 @@ class PresetWorker:
         step, num_rows = next(self._steps), batch.batch_size
         relayed: Cell[RelayedInputs] = Cell()
         new_seq_lens: Cell[Tensor] = Cell()
-        output = WorkerOutput.of(batch)
+        output = WorkerOutput(
+            reading=self.drafter.launch(batch),
+            masked=None,
+            accept_lens=Cell() if batch.has_drafts else None,
+            marks=Cell() if self.drafter.drafts else None,
+        )
         tokens = self._tokens[step, :num_rows, : batch.max_accept_len]
         accept_lens = self._accept_lens[step, :num_rows].clamp(max=batch.max_accept_len)
 
@@ -175,7 +180,8 @@ class PresetWorker:
 
         def verify() -> None:
             output.sampled.set(Sampled(tokens.flatten(), torch.zeros(tokens.numel(), dtype=torch.bool)))
-            output.accept_lens.set(accept_lens)
+            if output.accept_lens is not None:
+                output.accept_lens.set(accept_lens)
             output.is_invalid.set(relayed.get().is_invalid)
             new_seq_lens.set(batch.prefix_lens + accept_lens)
 
@@ -191,8 +197,8 @@ class PresetWorker:
         marks.append(self._stream.record(scope))
         self._stream.enqueue(extend, scope)
         marks.append(self._stream.record(scope))
-        begin, drafted, verified, extended = marks
-        output.marks.set((begin, drafted, verified, extended))
+        if output.marks is not None:
+            output.marks.set(tuple(marks))
         return output
 
 
@@ -275,7 +281,7 @@ class ScheduleRig:
     """
 
     def __init__(
-        self, *, num_rows: int, spec_info: SpecInfo | None, output_tokens: int | None, num_cached_tokens: int = 0
+        self, *, num_rows: int, spec_info: SpecInfo, output_tokens: int | None, num_cached_tokens: int = 0
     ) -> None:
         self.watch = Stopwatch()
         self.num_tokens = 0
@@ -286,7 +292,7 @@ class ScheduleRig:
         self._port, self._loop = _Port(), _Loop()
         self._decoder = byte_level()
         self._readers: dict[str, LiveRequest] = {}
-        groups = [_group(TARGET_GROUP), *([_group(DRAFT_GROUP)] if spec_info else [])]
+        groups = [_group(TARGET_GROUP), *([_group(DRAFT_GROUP)] if spec_info.has_drafts else [])]
         self._device = _UncountedDevice(self.watch)
         self._engine = self._new_engine(groups, spec_info)
         registry = CollectorRegistry()
@@ -309,7 +315,7 @@ class ScheduleRig:
         self._iterate = self.watch.timed("total", self.watch.timed("cpu", self._step_and_deliver, time.thread_time))
         self._turn_edge = self.watch.timed("edge", self._turn)
 
-    def _new_engine(self, groups: Sequence[LayerGroupSpec], spec_info: SpecInfo | None) -> scheduler.DecodeEngine:
+    def _new_engine(self, groups: Sequence[LayerGroupSpec], spec_info: SpecInfo) -> scheduler.DecodeEngine:
         def preset(*, stream: Stream, **_: object) -> PresetWorker:
             return PresetWorker(max_rows=self._num_rows, spec_info=spec_info, stream=stream)
 
@@ -322,7 +328,7 @@ class ScheduleRig:
             speculation_metrics.on_step(stats)
 
         attention = TorchAttention()  # has no kernels to compile
-        with mock.patch.object(forward_side, "new_worker", preset):
+        with mock.patch.object(forward_side, "Worker", preset):
             model = SimpleNamespace(
                 layer_group=groups[0],
                 windows=(),
@@ -331,7 +337,7 @@ class ScheduleRig:
                 pool_tensors=OneDevice(self._device.torch_device),
                 recorder=lambda recorder: recorder,
             )
-            draft = SimpleNamespace(layer_group=groups[1]) if spec_info else None
+            draft = SimpleNamespace(layer_group=groups[1]) if spec_info.has_drafts else None
             max_kv_tokens = self._num_cached_tokens or self._num_rows * CONTEXT_TOKENS + CONTEXT_TOKENS
             return scheduler.DecodeEngine(
                 DecodeConfig(spec_info=spec_info),
@@ -344,6 +350,7 @@ class ScheduleRig:
                 ),
                 EngineParts(model=cast(TargetModel, model), draft=cast(DraftHead | None, draft), device=self._device),
                 depth=depth_of(spec_info, adapts=False),
+                drafter=Drafter(),
                 on_step=on_step,
             )
 

@@ -30,7 +30,7 @@ from benchmarks.machine import CoreSpeed
 from benchmarks.mask_costs import mask_table, measure_masks
 from benchmarks.schedule_rig import STEPS_A_TURN, ScheduleRig
 from benchmarks.tree_costs import CACHED_TOKENS, measure_tree, tree_table
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BOUND_US = 1000.0
@@ -43,15 +43,15 @@ PARTS = ("next_batch", "launch", "finish", "other", "deliver")
 class Case:
     """One case that is measured: the options of ScheduleRig, which documents them."""
 
-    spec_info: SpecInfo | None = None
+    spec_info: SpecInfo = NO_DRAFTS
     output_tokens: int | None = None
     num_cached_tokens: int = 0
 
 
 SCENARIOS = {
     "plain": Case(),
-    "plain, rows replaced": Case(None, OUTPUT_TOKENS),
-    "plain, rows replaced, cache full": Case(None, OUTPUT_TOKENS, CACHED_TOKENS),
+    "plain, rows replaced": Case(NO_DRAFTS, OUTPUT_TOKENS),
+    "plain, rows replaced, cache full": Case(NO_DRAFTS, OUTPUT_TOKENS, CACHED_TOKENS),
     "drafts": Case(CHAIN),
     "drafts, rows replaced": Case(CHAIN, OUTPUT_TOKENS),
     "drafts, rows replaced, cache full": Case(CHAIN, OUTPUT_TOKENS, CACHED_TOKENS),

@@ -62,12 +62,13 @@ def serve(arguments: Sequence[str]) -> int:
     from decode_service.forward import forward_side
     from decode_service.forward.forward_batch import ForwardBatch
     from decode_service.forward.worker import WorkerOutput
+    from decode_service.speculate.spec_info import NO_DRAFTS
 
     class Worker(PresetWorker):
         """Waits before each step in which rows are missing, so that requests can come in."""
 
         def __init__(self, *, stream: Stream, pool: KvPool) -> None:
-            super().__init__(max_rows=pool.rows.max_rows, spec_info=None, stream=stream)
+            super().__init__(max_rows=pool.rows.max_rows, spec_info=NO_DRAFTS, stream=stream)
             self._max_rows = pool.rows.max_rows
             self._tokens = torch.randint(*_LETTERS, self._tokens.shape)
 
@@ -84,7 +85,7 @@ def serve(arguments: Sequence[str]) -> int:
 
         return serve
 
-    with mock.patch.object(forward_side, "new_worker", preset):
+    with mock.patch.object(forward_side, "Worker", preset):
         return run_service("decode_service", DecodeSettings, import_serve, arguments)
 
 

@@ -49,7 +49,7 @@ from decode_service.edge.processes.edges import EdgeProcesses
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits, tenant_key
 from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
-from decode_service.forward.recording import num_step_tokens, recorded_bytes
+from decode_service.forward.recording import recorded_bytes
 from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts, Post, TransportReport
@@ -58,6 +58,7 @@ from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine, Deliver
 from decode_service.schedule.shares import OTHERS
 from decode_service.speculate.depth import depth_of
+from decode_service.speculate.spec_info import NO_DRAFTS
 from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
 
 _EDGE_BYTES = 1 << 29
@@ -242,7 +243,7 @@ def engine_config(settings: DecodeSettings, draft: DraftHead | None) -> DecodeCo
     """Returns what the settings tell the engine. Raises StartupError, naming the setting, if the head does not fit."""
     return DecodeConfig(
         **common_config(settings),
-        spec_info=None if draft is None else speculation_of(settings, draft),
+        spec_info=NO_DRAFTS if draft is None else speculation_of(settings, draft),
         prefix_routing=settings.uses(FastPath.PREFIX_ROUTING),
         local_prefill_tokens=settings.max_short_prompt,
         prefill_fallback=settings.prefill_fallback,
@@ -265,7 +266,7 @@ def new_engine(
     on_step: OnStep,
     deliver: Deliver | None = None,
 ) -> DecodeEngine:
-    spec_info = None if config.spec_info is None else within_rows(config.spec_info, size.max_rows)
+    spec_info = within_rows(config.spec_info, size.max_rows)
     try:
         with room_beside_pool():
             return DecodeEngine(
@@ -288,14 +289,13 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, config: Decod
     draft head has not read, received segments, and the processes of edges.
     """
     model, draft = runtime.model, runtime.draft
-    depth = depth_of(config.spec_info, adapts=settings.adaptive_depth)
-    levels = [None] if depth is None else depth.levels
+    levels = depth_of(config.spec_info, adapts=settings.adaptive_depth).levels
     state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
     records = config.replays_forwards and runtime.device.graphs is not None
     edge_bytes = settings.edge_processes * _EDGE_BYTES if model.torch_device.type == "cpu" else 0
 
     def step(num_rows: int) -> StepMemory:
-        num_tokens = max(num_rows * max(map(num_step_tokens, levels)), config.max_chunk_tokens)
+        num_tokens = max(num_rows * max(level.num_verify_tokens for level in levels), config.max_chunk_tokens)
         recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
         unread = 0 if draft is None else max(MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
         return StepMemory(

@@ -13,7 +13,7 @@ from common.grammar.matcher import Matcher
 from common.kv.pool import CacheKey, RowLease
 from common.prompts.awaited_kv import AwaitedKv
 from common.sampling.params import ResolvedSampling
-from common.sampling.state import RowSeed
+from common.sampling.state import RowStart
 from common.wire.handoff import HandoffRow
 
 
@@ -122,7 +122,7 @@ class Prompt:
         return self.row.sampling
 
     @property
-    def row_seed(self) -> RowSeed:
+    def row_start(self) -> RowStart:
         assert self.lease is not None
         row = self.row
-        return RowSeed(self.lease.row, row.sampling, row.choice_index, row.token_ids, row.prompt_len)
+        return RowStart(self.lease.row, row.sampling, row.choice_index, row.token_ids, row.prompt_len)

@@ -72,11 +72,10 @@ class DrawKernels(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowSeed:
-    """The data of a request with which the sampling tables of pool row `row` are filled when it enters the row.
+class RowStart:
+    """What a request brings when it enters pool row `row`: how its tokens are sampled, and which it has.
 
-    It is not a draft seed; the seed of the request's random numbers is in `sampling`. The first `prompt_len` of
-    `token_ids` are the prompt. Those after it are output that the request has already.
+    The first `prompt_len` of `token_ids` are the prompt. Those after it are output that the request has already.
     """
 
     row: int
@@ -128,29 +127,29 @@ class SamplingState:
         self.output_counts = column(torch.int32, vocab_size)
         self.token_ids = torch.arange(vocab_size, dtype=torch.int64, device=torch_device)
 
-    def reset(self, seeds: Sequence[RowSeed]) -> None:
-        """Starts new requests: writes the initial state of the row that each RowSeed names. Runs on the forward
+    def reset(self, starts: Sequence[RowStart]) -> None:
+        """Starts new requests: writes the initial state of the row that each RowStart names. Runs on the forward
         stream.
         """
         device = self.seed.device
-        rows = upload([seed.row for seed in seeds], torch.int64, device)
-        self._int_params[rows] = upload([self._int_params_of(seed) for seed in seeds], torch.int64, device)
-        self._float_params[rows] = upload([_float_params_of(seed.sampling) for seed in seeds], torch.float32, device)
-        for seed in seeds:
-            self._reset_ragged(seed, device)
+        rows = upload([start.row for start in starts], torch.int64, device)
+        self._int_params[rows] = upload([self._int_params_of(start) for start in starts], torch.int64, device)
+        self._float_params[rows] = upload([_float_params_of(start.sampling) for start in starts], torch.float32, device)
+        for start in starts:
+            self._reset_ragged(start, device)
 
-    def _int_params_of(self, seed: RowSeed) -> tuple[int, ...]:
+    def _int_params_of(self, start: RowStart) -> tuple[int, ...]:
         """Returns the row's integer parameters in the order of the table's columns."""
-        sampling = seed.sampling
+        sampling = start.sampling
         signed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
         top_k = min(sampling.top_k, self.vocab_size) if sampling.top_k else self.vocab_size
-        min_position = seed.prompt_len + sampling.min_tokens
+        min_position = start.prompt_len + sampling.min_tokens
         has_least = sampling.min_tokens and not sampling.is_constrained  # masks see to it
         num_ends = len(sampling.end_token_ids) if has_least else 0
-        return signed, seed.choice_index, min_position, top_k, len(sampling.logit_bias), num_ends
+        return signed, start.choice_index, min_position, top_k, len(sampling.logit_bias), num_ends
 
-    def _reset_ragged(self, seed: RowSeed, device: torch.device) -> None:
-        sampling, row = seed.sampling, seed.row
+    def _reset_ragged(self, start: RowStart, device: torch.device) -> None:
+        sampling, row = start.sampling, start.row
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
             self.bias_ids[row].zero_()
@@ -162,10 +161,10 @@ class SamplingState:
             padded = [*ends, *ends[:1] * (MAX_END_TOKEN_IDS - len(ends))]
             self.end_ids[row] = upload(padded, torch.int64, device)
         if sampling.has_penalties:
-            tokens = upload(seed.token_ids, torch.int64, device)
+            tokens = upload(start.token_ids, torch.int64, device)
             self.in_prompt[row].zero_()
-            self.in_prompt[row].index_fill_(0, tokens[: seed.prompt_len], True)
-            output = tokens[seed.prompt_len :]
+            self.in_prompt[row].index_fill_(0, tokens[: start.prompt_len], True)
+            output = tokens[start.prompt_len :]
             self.output_counts[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def count(self, rows: Tensor, token_ids: Tensor) -> None:

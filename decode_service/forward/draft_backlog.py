@@ -3,11 +3,11 @@
 A draft seed is the head's first drafts and hidden state, from which the next step drafts. A forward of the head over
 one token per row is wasteful, because most of its time goes into reading the head's weights. So a step without drafts
 only stores the target's hidden states and tokens. The head catches up in one forward when a draft seed is wanted or a
-row has no room left here. A row's lag is the number of tokens that the head has not read. The schedule side knows it,
-because a step without drafts commits one token per row.
+row has no room left here. The engine's thread knows how many tokens of each row are unread, because a step without
+drafts commits one token per row.
 
-steps   no seed   no seed   no seed   seed
-lag        0         1         2       3   ─▶ the head reads 4 tokens
+steps    no seed   no seed   no seed   seed
+unread      0         1         2       3   ─▶ the head reads 4 tokens
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
@@ -41,34 +42,34 @@ class UnreadTokens:
 
 
 class DraftBacklog:
-    """Buffers of unread head inputs, with space for `max_lag` tokens per pool row. Only the forward stream uses them.
+    """Buffers of unread head inputs, with space for `max_unread` tokens per pool row.
 
-    Row 0 absorbs padding.
+    Only the forward stream uses them. Row 0 absorbs padding.
     """
 
     def __init__(
-        self, *, max_rows: int, max_lag: int, num_values: int, dtype: torch.dtype, torch_device: torch.device
+        self, *, max_rows: int, max_unread: int, num_values: int, dtype: torch.dtype, torch_device: torch.device
     ) -> None:
-        shape = (max_rows + 1, max_lag)
+        shape = (max_rows + 1, max_unread)
         self._captured = torch.zeros((*shape, num_values), dtype=dtype, device=torch_device)
         self._next_ids = torch.zeros(shape, dtype=torch.int64, device=torch_device)
 
-    def put(self, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
+    def put(self, batch: ForwardBatch, num_unread: NDArray[np.int64], captured: Tensor, next_ids: Tensor) -> None:
         """Stores the single token that each row gained in a step without drafts, for the head to read later.
 
         `captured` [B, states * H] and `next_ids` [B] are those of `UnreadTokens`.
         """
-        places = upload_array(batch.draft_lag, next_ids.device)
+        places = upload_array(num_unread, next_ids.device)
         self._captured[batch.req_pool_indices, places] = captured
         self._next_ids[batch.req_pool_indices, places] = next_ids
 
-    def unread(self, batch: ForwardBatch, pool: KvPool, group: str) -> UnreadTokens:
+    def unread(self, batch: ForwardBatch, num_unread: NDArray[np.int64], pool: KvPool, group: str) -> UnreadTokens:
         """Returns the head's input for all tokens of the batch's rows that it has not read: the tokens, the target's
         hidden states, and the slots for the head's KV. Call it after `put`.
 
         `group` names the layer group of `pool` in which the head's KV lies.
         """
-        num_tokens = batch.draft_lag + 1
+        num_tokens = num_unread + 1
         prefix_lens = batch.seq_lens_cpu - num_tokens
         stops = num_tokens.cumsum()
         entry = np.arange(len(num_tokens)).repeat(num_tokens)

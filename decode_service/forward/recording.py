@@ -30,27 +30,22 @@ class Recorded:
     seconds: float
 
 
-def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo | None], *, vocab_size: int, state_bytes: int) -> int:
+def recorded_bytes(max_rows: int, spec_infos: Sequence[SpecInfo], *, vocab_size: int, state_bytes: int) -> int:
     """Returns how many bytes of results the recorded forwards keep, for all shapes together.
 
     A shape is a batch size, up to `max_rows`, with a number of tokens per row. Each token of a shape has its logits,
-    and `state_bytes` of hidden states. None in `spec_infos` is the step of a service without a draft head.
+    and `state_bytes` of hidden states.
     """
-    tokens_a_row = {num_step_tokens(spec_info) for spec_info in spec_infos}
+    tokens_a_row = {spec_info.num_verify_tokens for spec_info in spec_infos}
     num_tokens = sum(batch_sizes(max_rows)) * sum(tokens_a_row)
     return num_tokens * (vocab_size * LOGIT_BYTES + state_bytes)
-
-
-def num_step_tokens(spec_info: SpecInfo | None) -> int:
-    """Returns how many tokens of each row the target computes in one step."""
-    return 1 if spec_info is None or not spec_info.has_drafts else spec_info.num_verify_tokens
 
 
 def record_forwards(
     worker: Worker,
     graphs: ForwardGraphs,
     *,
-    spec_infos: Sequence[SpecInfo | None],
+    spec_infos: Sequence[SpecInfo],
     future_map: FutureMap,
     device: Device,
     stream: Stream,
@@ -59,7 +54,7 @@ def record_forwards(
 ) -> Recorded:
     """Records the forwards of a step for every batch size of `graphs` and each speculation in `spec_infos`.
 
-    None in `spec_infos` is the step of a service without a draft head. Call it before the first request. The largest
+    Call it before the first request. The largest
     batch comes first: its intermediate memory is enough for the others. Raises PieceFailed if a forward cannot be
     recorded, and DeviceTimeout if it does not end within `timeout_s`.
     """
@@ -76,22 +71,20 @@ def record_forwards(
     return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, clock() - begin_s)
 
 
-def padding_batch(num_rows: int, spec_info: SpecInfo | None, torch_device: torch.device) -> ForwardBatch:
+def padding_batch(num_rows: int, spec_info: SpecInfo, torch_device: torch.device) -> ForwardBatch:
     """Builds a step of `num_rows` entries that belong to no request: all use the padding row, and none has a prefix."""
-    has_drafts = spec_info is not None and spec_info.has_drafts
-    seq_len = 0 if has_drafts else 1  # a step without drafts is prepared with its token counted
-    num_slots = 1 if spec_info is None else spec_info.num_slots
+    seq_len = 0 if spec_info.has_drafts else 1  # a step without drafts is prepared with its token counted
 
     def column(value: int, length: int = num_rows) -> torch.Tensor:
         return torch.full((length,), value, dtype=torch.int64, device=torch_device)
 
     return ForwardBatch.of(
         req_pool_indices=column(PADDING_ROW),
+        rows=np.full(num_rows, PADDING_ROW, np.int64),
         seq_lens=column(seq_len),
         seq_lens_cpu=np.full(num_rows, seq_len, np.int64),
-        out_cache_loc=column(PADDING_SLOT, num_rows * num_slots),
+        out_cache_loc=column(PADDING_SLOT, num_rows * spec_info.num_slots),
         sampling=SamplingBatch.of_needs(np.zeros((num_rows, NUM_NEEDS), np.int64)),
         spec_info=spec_info,
         undrafted=(),
-        draft_lag=np.zeros(num_rows, np.int64),
     )

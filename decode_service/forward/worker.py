@@ -1,25 +1,36 @@
-"""The interface of a worker, which runs steps for the scheduler, and the plain worker, which does not speculate."""
+"""The worker of the decode engine: runs steps, which verify what a drafter proposes. Without drafts it decodes.
+
+stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ read ─▶ (stash, by the scheduler)
+                                 │         └─▶ the schedule side prepares the next step while the drafter reads
+                                 └─▶ grammars: the schedule side computes the masks while the target computes; then
+                                     the tokens are drawn
+
+The target draws its own token after every draft. The noise of a draw depends only on the request and the position, so
+verification needs no rejection rule: a draft is accepted exactly when it equals the target's token, and the target's
+tokens are committed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.device.cell import Cell
-from common.device.stream import Event, Measured, Scope, Stream
-from common.kv.layer_group import SeedColumnSpec
+from common.device.stream import Device, Event, Measured, Scope, Stream
+from common.device.upload import upload, upload_array
 from common.kv.pool import KvPool
 from common.model.target import Target, TargetOutput
-from common.sampling.operators import Sampled, sample
+from common.sampling.operators import Sampled, draw, sample
 from common.sampling.state import SamplingState
-from decode_service.forward.forward_batch import ForwardBatch
-from decode_service.forward.future_map import FutureMap, RelayPayload
+from decode_service.forward.drafter import Drafter, Reading, Verified, forced_or
+from decode_service.forward.forward_batch import ForwardBatch, window_input
+from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
+from decode_service.speculate.draft_tree import DraftTree
 
 OnPublish = Callable[[Cell[Tensor]], None]
 """Called at most once, while the step is enqueued, with the cell that will hold the new lengths [B] of the step's rows.
@@ -63,118 +74,169 @@ class WorkerOutput:
     """The results of a step, in cells that its pieces (units of work on the stream) fill.
 
     `payload` is stashed for the next step. `sampled` holds the step's tokens: for each entry as many as it can gain.
-    `accept_lens` [B] int64 says how many of them count; it is not set if `has_one_each`. `is_invalid` [B] bool marks
-    rows whose relayed input was unusable. `marks` are the events where draft, verify and extend begin and where extend
-    ends; they are not set without speculation. `prepared` is the event at which the inputs are ready and only the
-    forward remains. `input_ids` is a tensor made at the launch and filled by a piece. `kept` holds objects that must
-    live until the step's end.
+    `accept_lens` [B] int64 says how many of them count; it is None if each entry has one. `is_invalid` [B] bool marks
+    rows whose relayed input was unusable. `prepared` is the event at which the inputs are ready and only the forward
+    remains. `reading` says how far the drafter reads. `marks` are the events where draft, verify and read begin and
+    where read ends; None if the worker's drafter never drafts. `input_ids` is a tensor made at the launch and filled by
+    a piece. `kept` holds objects that must live until the step's end.
 
     If grammars constrain entries, `masked` is not None. Then the draw and what follows are enqueued by `draw`, which
     the schedule side calls when it has set the masks.
     """
 
+    reading: Reading
+    masked: MaskedDraw | None
+    accept_lens: Cell[Tensor] | None
+    marks: Cell[tuple[Event, ...]] | None
     payload: Cell[RelayPayload] = field(default_factory=Cell)
     sampled: Cell[Sampled] = field(default_factory=Cell)
-    accept_lens: Cell[Tensor] = field(default_factory=Cell)
     is_invalid: Cell[Tensor] = field(default_factory=Cell)
-    marks: Cell[tuple[Event, ...]] = field(default_factory=Cell)
-    masked: MaskedDraw | None = None
     prepared: Event | None = None
     draw: Callable[[], None] | None = None
     input_ids: Tensor | None = None
-    has_one_each: bool = False
     kept: Sequence[object] = ()
 
-    @classmethod
-    def of(cls, batch: ForwardBatch) -> WorkerOutput:
-        """Returns the output of a step whose pieces are not enqueued yet."""
-        return cls(masked=MaskedDraw() if batch.sampling.constrained.size else None)
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The drafts of a step, and the `positions` [B * nodes] of each row's last committed token and of its drafts."""
+
+    tree: DraftTree
+    positions: Tensor
 
 
-class Worker(Protocol):
+class Worker:
     """Enqueues the steps that the scheduler launches. It runs on the engine thread and computes nothing there.
 
-    The enqueued work waits for work that the schedule side enqueued before the launch, and for none enqueued later.
+    The enqueued work waits for work that the schedule side enqueued before the launch, and for none enqueued later. A
+    step with drafts publishes its lengths, which only its forward knows (invariant I3). One without drafts publishes
+    none: it adds one token to each row, which the schedule side has counted already (invariant I5).
     """
 
-    @property
-    def relays_lengths(self) -> bool:
-        """Whether the worker publishes lengths that only the device knows."""
-
-    @property
-    def seed_columns(self) -> tuple[SeedColumnSpec, ...]: ...
-
-    def forward(
-        self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
-    ) -> WorkerOutput: ...
-
-
-class PlainWorker:
-    """Decodes one token per row and step, without drafts. It publishes no lengths: each step adds one to a row's
-    length, which the schedule side does itself (invariant I5).
-    """
-
-    relays_lengths = False
-    seed_columns: tuple[SeedColumnSpec, ...] = ()
-
-    def __init__(self, *, model: Target, pool: KvPool, sampling_state: SamplingState, stream: Stream) -> None:
+    def __init__(
+        self,
+        *,
+        model: Target,
+        drafter: Drafter,
+        device: Device,
+        pool: KvPool,
+        sampling_state: SamplingState,
+        stream: Stream,
+    ) -> None:
+        self.drafter = drafter
         self._model = model
+        self._device = device
         self._pool = pool
-        self._sampling_state = sampling_state
+        self._state = sampling_state
         self._stream = stream
 
     def forward(
         self, batch: ForwardBatch, *, future_map: FutureMap, scope: Scope, on_publish: OnPublish
     ) -> WorkerOutput:
-        output = WorkerOutput.of(batch)
-        masked = output.masked
-        tokens = torch.empty_like(batch.req_pool_indices)
-        window = window_input(batch, tokens, self._pool, self._model.layer_group.name)
-        compute = self._prepared(window)
+        drafter, reading = self.drafter, self.drafter.launch(batch)
+        output = WorkerOutput(
+            reading=reading,
+            masked=MaskedDraw() if batch.sampling.constrained.size else None,
+            accept_lens=Cell() if batch.has_drafts else None,
+            marks=Cell() if drafter.drafts else None,
+        )
+        masked, tokens = output.masked, None
+        compute: Cell[Callable[[], TargetOutput]] = Cell()
+        relayed: Cell[RelayedInputs] = Cell()
+        drafted: Cell[_Drafted] = Cell()
         computed: Cell[TargetOutput] = Cell()
+        verified: Cell[Verified] = Cell()
+        new_seq_lens: Cell[Tensor] = Cell()
+        if not batch.has_drafts:  # all that the target needs is known, except which tokens there are
+            tokens = torch.empty_like(batch.req_pool_indices)
+            compute.set(self._prepared(window_input(batch, tokens, self._pool, self._group)))
 
         def resolve() -> None:
-            inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=False)
-            tokens.copy_(inputs.tokens)
+            inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
             output.is_invalid.set(inputs.is_invalid)
+            if tokens is None:
+                relayed.set(inputs)
+            else:
+                tokens.copy_(inputs.tokens)
 
-        def decode() -> None:
-            computed.set(compute())
+        @torch.inference_mode()
+        def draft() -> None:
+            inputs = relayed.get()
+            tree = drafter.draft(batch, inputs)
+            if batch.forced is not None and tree.is_chain:
+                tree = DraftTree.chain(forced_or(batch.forced, tree.token_ids))
+            window = self._window(batch, inputs, tree)
+            drafted.set(_Drafted(tree, window.positions))
+            compute.set(self._model.prepare(window))
+            if masked is not None:
+                to_host = self._device.to_host
+                masked.drafts.set(HostDrafts(to_host(tree.token_ids), to_host(tree.parents)))
+
+        def verify() -> None:
+            computed.set(compute.get()())
             if masked is None:
-                draw()
+                accept()
 
-        def draw() -> None:
-            target = computed.get()
-            sampled = sample(
-                target.logits,
-                batch.req_pool_indices,
-                batch.seq_lens,
-                self._sampling_state,
-                batch.sampling,
-                masks=None if masked is None else masked.masks.get(),
-                found=target.largest,
-            )
-            output.sampled.set(sampled)
-            output.payload.set(RelayPayload(sampled.token_ids))
+        def accept() -> None:
+            target, masks = computed.get(), None if masked is None else masked.masks.get()
+            if batch.has_drafts:
+                result = self._accept(batch, drafted.get(), target, masks, output)
+                new_seq_lens.set(result.new_seq_lens)
+            else:
+                sampled = self._draw(batch, target, masks)
+                output.sampled.set(sampled)
+                if not drafter.drafts:
+                    output.payload.set(RelayPayload(sampled.token_ids))
+                    return
+                result = _decoded(batch, sampled, target)
+            verified.set(result)
+            if not reading.computes:
+                read()
 
+        @torch.inference_mode()
+        def read() -> None:
+            result = verified.get()
+            output.payload.set(RelayPayload(result.last_tokens(), drafter.read(batch, reading, result)))
+
+        begin = None if output.marks is None else self._stream.record(scope)
         self._stream.enqueue(resolve, scope)
+        if batch.has_drafts:
+            self._stream.enqueue(draft, scope)
         prepared = self._stream.record(scope)
-        self._stream.enqueue(Measured(decode, step_figures(batch)), scope)
+        self._stream.enqueue(Measured(verify, step_figures(batch)), scope)
         computed_at = None if masked is None else self._stream.record(scope)
+
+        def follow() -> None:
+            if batch.has_drafts:
+                on_publish(new_seq_lens)
+            if output.marks is None:
+                return
+            assert begin is not None
+            read_at = verified_at = self._stream.record(scope)
+            if reading.computes:
+                self._stream.enqueue(read, scope)
+                read_at = self._stream.record(scope)
+            output.marks.set((begin, prepared if batch.has_drafts else begin, verified_at, read_at))
 
         def draw_later() -> None:
             assert masked is not None and computed_at is not None
             masked.marks.set((computed_at, self._stream.record(scope)))
-            self._stream.enqueue(draw, scope)
+            self._stream.enqueue(accept, scope)
+            follow()
 
+        if masked is None:
+            follow()
         return replace(
             output,
             prepared=prepared,
             draw=None if masked is None else draw_later,
             input_ids=tokens,
-            has_one_each=True,
-            kept=(window, compute, computed),
+            kept=(relayed, compute, drafted, computed, verified),
         )
+
+    @property
+    def _group(self) -> str:
+        return self._model.layer_group.name
 
     def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
         """Prepares the forward, and returns the function that runs it.
@@ -185,6 +247,69 @@ class PlainWorker:
             return self._model.prepare(window)
         except Exception as error:
             return partial(_fail, error)
+
+    def _window(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree) -> ForwardInput:
+        """Returns the target's input: each row's last token, and the drafts after it."""
+        return window_input(
+            batch,
+            torch.cat([inputs.tokens.unsqueeze(1), tree.token_ids], dim=1),
+            self._pool,
+            self._group,
+            positions=None if tree.is_chain else batch.prefix_lens.unsqueeze(1) + tree.depths(),
+            tree_mask=None if tree.is_chain else tree.mask,
+        )
+
+    def _draw(self, batch: ForwardBatch, target: TargetOutput, masks: Tensor | None) -> Sampled:
+        """Draws the one token of each entry, and counts it as output."""
+        return sample(
+            target.logits,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            self._state,
+            batch.sampling,
+            masks=masks,
+            found=target.largest,
+        )
+
+    @torch.inference_mode()
+    def _accept(
+        self, batch: ForwardBatch, drafted: _Drafted, target: TargetOutput, masks: Tensor | None, output: WorkerOutput
+    ) -> Verified:
+        """Draws the target's token after each node, and accepts the drafts that equal it."""
+        tree, num_rows, num_nodes = drafted.tree, batch.batch_size, drafted.tree.num_nodes
+        sampled = draw(
+            target.logits,
+            batch.req_pool_indices.repeat_interleave(num_nodes),
+            drafted.positions + 1,
+            self._state,
+            batch.sampling.repeated(num_nodes),
+            tree.ancestors() if batch.sampling.penalised.size else None,
+            masks=masks,
+            found=target.largest,
+        )
+        accepted = tree.accept(sampled.token_ids.view(num_rows, num_nodes))
+        path, accept_lens = accepted.path, accepted.accept_lens
+        if batch.undrafted:
+            accept_lens = accept_lens.index_fill(0, upload(batch.undrafted, torch.int64, accept_lens.device), 1)
+        captured = None if target.hidden is None else target.hidden.view(num_rows, num_nodes, -1)
+        if not tree.is_chain:
+            if captured is not None:
+                captured = captured.gather(1, path.unsqueeze(2).expand(-1, -1, captured.shape[2]))
+            sampled = _along(path, sampled, batch, num_nodes)
+            slots = batch.out_cache_loc.view(num_rows, -1)  # the KV of accepted nodes goes to where their positions are
+            sources, destinations = slots.gather(1, path), slots[:, : path.shape[1]]
+            self._pool.move_kv(sources.flatten(), destinations.flatten())
+        tokens = sampled.token_ids.view(num_rows, -1)
+        if batch.sampling.penalised.size:
+            is_accepted = torch.arange(tokens.shape[1], device=tokens.device) < accept_lens.unsqueeze(1)
+            entries = upload_array(batch.sampling.penalised, tokens.device)
+            self._state.count_runs(batch.req_pool_indices[entries], tokens[entries], is_accepted[entries])
+        output.sampled.set(sampled)
+        assert output.accept_lens is not None
+        output.accept_lens.set(accept_lens)
+        if output.masked is not None:
+            output.masked.gained.set(HostTokens(self._device.to_host(tokens), self._device.to_host(accept_lens)))
+        return Verified(tokens, accept_lens, batch.prefix_lens + accept_lens, captured)
 
 
 def _fail(error: Exception) -> TargetOutput:
@@ -197,55 +322,27 @@ def step_figures(batch: ForwardBatch) -> dict[str, int]:
     return {"rows": batch.batch_size, "tokens": num_tokens, "context_tokens": batch.seq_lens_sum}
 
 
-def window_input(
-    batch: ForwardBatch,
-    tokens: Tensor,
-    pool: KvPool,
-    group: str,
-    *,
-    num_before: int = 0,
-    positions: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-) -> ForwardInput:
-    """Builds the input of a forward over `tokens` [B, M], which follow each entry's prefix. They may be [B] if M is 1.
+def _decoded(batch: ForwardBatch, sampled: Sampled, target: TargetOutput) -> Verified:
+    """Returns what a step without drafts has verified: one token of each entry."""
+    tokens = sampled.token_ids.unsqueeze(1)
+    captured = None if target.hidden is None else target.hidden.view(batch.batch_size, 1, -1)
+    return Verified(tokens, torch.ones_like(batch.seq_lens), batch.seq_lens, captured)
 
-    `num_before` tokens of the same step come between the prefix and `tokens`. `group` names the layer group whose KV
-    the forward uses. For a chain `positions` and `tree_mask` are None. For a tree `positions` [B, M] are those of the
-    tokens, and `tree_mask` [B, M, num_before + M] says which of the step's tokens each one attends.
+
+def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:
+    """Selects the tokens that were drawn after the nodes of `path` [B, W].
+
+    `sampled` has the tokens drawn after all `num_nodes` nodes of each entry.
     """
-    num_rows, num_tokens = tokens.shape[0], 1 if tokens.dim() == 1 else tokens.shape[1]
-    seq_lens, slots = batch.seq_lens, batch.out_cache_loc
-    if num_before or num_tokens != batch.num_tokens:
-        seq_lens = batch.prefix_lens + (num_before + num_tokens)
-    if slots.shape[0] != num_rows * num_tokens:
-        slots = slots.view(num_rows, -1)[:, num_before : num_before + num_tokens].flatten()
-    if positions is None:
-        positions = _chain_positions(batch, num_before, num_tokens)
-    is_decode = num_tokens == 1 and tree_mask is None
-    prefix_lens_cpu = batch.seq_lens_cpu + (num_before - batch.num_tokens)
-    return ForwardInput(
-        input_ids=_flat(tokens),
-        positions=_flat(positions),
-        out_cache_loc=slots,
-        req_to_token=pool.rows.req_to_token,
-        req_pool_indices=batch.req_pool_indices,
-        seq_lens=seq_lens,
-        prefix_lens=None if is_decode else tuple(prefix_lens_cpu.tolist()),
-        extend_lens=None if is_decode else (num_tokens,) * num_rows,
-        max_seq_len=int(prefix_lens_cpu.max(initial=0)) + num_tokens,
-        kv=pool.buffers[group],
-        windows=pool.windows_beside(group),
-        logits_rows=None,
-        tree_mask=None if tree_mask is None else tree_mask.flatten(0, 1),
-    )
 
+    def nodes_of(entries: Tensor, first_nodes: Tensor) -> Tensor:
+        return (first_nodes.unsqueeze(1) * num_nodes + path[entries]).flatten()
 
-def _flat(tokens: Tensor) -> Tensor:
-    return tokens if tokens.dim() == 1 else tokens.flatten()
-
-
-def _chain_positions(batch: ForwardBatch, num_before: int, num_tokens: int) -> Tensor:
-    if not num_before and num_tokens == batch.num_tokens:
-        return batch.positions
-    window = torch.arange(num_before, num_before + num_tokens, device=batch.prefix_lens.device)
-    return batch.prefix_lens.unsqueeze(1) + window
+    every = torch.arange(batch.batch_size, device=path.device)
+    nodes = nodes_of(every, every)
+    token_ids, is_invalid = sampled.token_ids[nodes], sampled.is_invalid[nodes]
+    if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+        return Sampled(token_ids, is_invalid)
+    entries = upload_array(batch.sampling.with_logprobs, path.device)
+    nodes = nodes_of(entries, torch.arange(entries.shape[0], device=path.device))
+    return Sampled(token_ids, is_invalid, sampled.logprobs[nodes], sampled.top_ids[nodes], sampled.top_logprobs[nodes])

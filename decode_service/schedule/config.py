@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.engine.parts import EngineConfig
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(EngineConfig):
     """The options of the decode engine.
 
-    `spec_info` is the deepest speculation of a step, None without a draft head. With `prefix_routing` the choice of a
+    `spec_info` is the deepest speculation of a step. With `prefix_routing` the choice of a
     prefill service weighs what it has cached against its load. If at most `local_prefill_tokens` are left to compute,
     the engine computes them itself, in chunks of at most as many tokens between its steps; 0 switches that off. With
     `prefill_fallback` it computes prompts of any length while no prefill replica is ready. With `replays_forwards` the
@@ -26,7 +26,7 @@ class DecodeConfig(EngineConfig):
     requests of clients that hold more; 0 switches that off.
     """
 
-    spec_info: SpecInfo | None = None
+    spec_info: SpecInfo = NO_DRAFTS
     prefix_routing: bool = True
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
@@ -61,12 +61,12 @@ class DecodeConfig(EngineConfig):
     @property
     def num_step_slots(self) -> int:
         """The most tokens of a row that one step writes."""
-        return 1 if self.spec_info is None else self.spec_info.num_slots
+        return self.spec_info.num_slots
 
     @property
     def max_depth(self) -> int:
         """The most drafts of a row that one step may accept."""
-        return 0 if self.spec_info is None else self.spec_info.num_steps
+        return self.spec_info.num_steps
 
     @property
     def tokens_ahead(self) -> int:

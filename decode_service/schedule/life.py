@@ -196,7 +196,7 @@ class Lives:
         """
         assert req.lease is not None
         if req.lease.prefix is not None and (key := req.cache_key) is not None:
-            num_unread = int(self._rows.draft_lags[req.lease.row])
+            num_unread = int(self._rows.num_unread[req.lease.row])
             self._pool.keep(req.lease, key.token_ids, len(key.token_ids) - 1 - num_unread)
 
     def _arrive(self, req: Request, place: Place) -> None:

@@ -29,7 +29,7 @@ from common.prompts.worker import Computed, PromptWorker
 from common.sampling.logprobs import unpack_logprobs
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.sampling.state import RowSeed, SamplingState
+from common.sampling.state import RowStart, SamplingState
 from common.wire.handoff import PrebuiltBatch
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
@@ -63,9 +63,9 @@ class LocalPrompt:
         return len(self.token_ids) - self.num_launched_tokens
 
     @property
-    def row_seed(self) -> RowSeed:
+    def row_start(self) -> RowStart:
         req = self.req
-        return RowSeed(self.lease.row, req.sampling, req.choice_index, tuple(self.token_ids.tolist()), req.prompt_len)
+        return RowStart(self.lease.row, req.sampling, req.choice_index, tuple(self.token_ids.tolist()), req.prompt_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class LocalPrefill:
         scope = Scope(f"local prefill {self._num_launched}")
         self._num_launched += 1
         self._stream.wait(self._device.schedule_stream.record())
-        if begun := [chunk.prompt.row_seed for chunk in chunks if chunk.start == chunk.prompt.lease.num_cached]:
+        if begun := [chunk.prompt.row_start for chunk in chunks if chunk.start == chunk.prompt.lease.num_cached]:
             self._stream.enqueue(partial(self._sampling_state.reset, begun), scope)
         launched = self._worker.forward(batch, scope)
         end = self._stream.record(scope)

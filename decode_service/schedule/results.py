@@ -127,7 +127,7 @@ class ResultTaker:
             self._lose_invalid(step.reqs[i], results.token_ids[i, : results.accept_lens[i]].tolist())
         (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
-        self._rows.draft_lags[rows] = step.batch.draft_lag_after[entries]
+        self._rows.num_unread[rows] = step.output.reading.num_left[entries]
         for i in entries[self._rows.decode(rows)].tolist():
             if step.reqs[i].phase is Phase.FIRST_DECODE:  # otherwise it was retracted in the meantime
                 self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
@@ -224,7 +224,7 @@ class ResultTaker:
 
     def _count_drafts(self, entries: NDArray[np.intp], rows: Rows, num_added: Rows, step: EndedStep) -> None:
         batch = step.batch
-        if batch.spec_info is None or step.speculation is None:
+        if step.speculation is None:
             return
         if batch.undrafted:
             were_drafted_for = ~np.isin(entries, batch.undrafted)

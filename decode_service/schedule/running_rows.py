@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.sampling.params import MAX_END_TOKEN_IDS
-from common.sampling.state import RowSeed
+from common.sampling.state import RowStart
 from common.telemetry.step_stats import SpeculationStats
 from decode_service.schedule.request import Request, SpeculationTally
 from decode_service.speculate.spec_info import SpecInfo
@@ -27,7 +27,7 @@ class RunningRows:
 
     Only the engine thread calls it, and only `Lives` calls `enter` and `leave`. `serials` [rows] holds a number that is
     new for each stay of a request in a row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps
-    whose results are not taken yet; each adds at least one token, unless it fails. `draft_lags` [rows] counts the
+    whose results are not taken yet; each adds at least one token, unless it fails. `num_unread` [rows] counts the
     tokens that the draft head had not read after the last step whose results were taken. `drafts` has the figures of
     drafting since a request entered its row; `leave` adds them to the request's `speculation`. `max_depth` is the
     deepest level ever drafted.
@@ -41,7 +41,7 @@ class RunningRows:
 
         self.serials = column()
         self.num_in_flight = column()
-        self.draft_lags = column()
+        self.num_unread = column()
         self._next_serials = itertools.count(1)
         self._limits = column()  # the most tokens each request may have, prompt and output
         self._num_left = column()  # tokens left until that limit; 0 where the row is empty
@@ -57,7 +57,7 @@ class RunningRows:
         assert req.lease is not None
         row, end_ids = req.lease.row, req.sampling.end_token_ids
         self.serials[row] = next(self._next_serials)
-        self.num_in_flight[row] = self.draft_lags[row] = 0
+        self.num_in_flight[row] = self.num_unread[row] = 0
         self._limits[row] = req.prompt_len + req.sampling.max_tokens
         self._num_left[row] = self._limits[row] - len(req.token_ids)
         self._end_ids[row] = _NO_TOKEN
@@ -77,12 +77,12 @@ class RunningRows:
         req.leave_row()
         self.drafts.tell(row, req.speculation)
 
-    def row_seed(self, req: Request) -> RowSeed:
+    def row_start(self, req: Request) -> RowStart:
         """Returns what sampling must know when the request enters its row: the request's parameters and its tokens so
         far.
         """
         assert req.lease is not None
-        return RowSeed(req.lease.row, req.sampling, req.choice_index, tuple(req.token_ids), req.prompt_len)
+        return RowStart(req.lease.row, req.sampling, req.choice_index, tuple(req.token_ids), req.prompt_len)
 
     def want_launch(self, rows: Rows) -> NDArray[np.bool_]:
         """Returns, for each of `rows` [B], whether the request still needs a token after those of the steps in flight.

@@ -23,7 +23,7 @@ from common.wire.handoff import PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch, ForwardMode, windows
 from decode_service.schedule.request import Request
 from decode_service.speculate.depth import Depth
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,7 @@ class ScheduleBatch:
 
     Every operation keeps the order of entries. `req_pool_indices` and `seq_lens` are [B] int64 on the device. `*_cpu`
     are their copies on the host and never share storage with them. A column is replaced, never written in place,
-    because a forward in flight may read it. `draft_lag` [B] counts the tokens that the draft head has not read,
-    including those of launched steps. `spec_info` is None without speculation. `forced` are the tokens that grammars of
+    because a forward in flight may read it. `forced` are the tokens that grammars of
     requests force next; a request without any is not in it. Properties derived from `reqs` are cached until entries
     come or go.
     """
@@ -54,7 +53,6 @@ class ScheduleBatch:
         req_pool_indices_cpu: Tensor,
         seq_lens: Tensor,
         seq_lens_cpu: Tensor,
-        draft_lag: NDArray[np.int64],
         forward_mode: ForwardMode,
         sampling_needs: NDArray[np.int64],
     ) -> None:
@@ -63,11 +61,10 @@ class ScheduleBatch:
         self.req_pool_indices_cpu = req_pool_indices_cpu
         self.seq_lens = seq_lens
         self.seq_lens_cpu = seq_lens_cpu
-        self.draft_lag = draft_lag
         self.sampling_needs = sampling_needs
         self.forward_mode = forward_mode
         self.out_cache_loc: Tensor | None = None
-        self.spec_info: SpecInfo | None = None
+        self.spec_info = NO_DRAFTS
         self.forced: Mapping[Request, Sequence[int]] = {}
 
     @classmethod
@@ -82,7 +79,6 @@ class ScheduleBatch:
             req_pool_indices_cpu=nothing(host),
             seq_lens=nothing(torch_device),
             seq_lens_cpu=nothing(host),
-            draft_lag=np.empty(0, np.int64),
             forward_mode=ForwardMode.DECODE,
             sampling_needs=sampling_needs([]),
         )
@@ -100,7 +96,6 @@ class ScheduleBatch:
             req_pool_indices_cpu=rows,
             seq_lens=device_copy(seq_lens_cpu, torch_device),
             seq_lens_cpu=seq_lens_cpu,
-            draft_lag=np.zeros(len(reqs), np.int64),
             forward_mode=ForwardMode.PREBUILT,
             sampling_needs=sampling_needs([req.sampling for req in reqs]),
         )
@@ -145,7 +140,7 @@ class ScheduleBatch:
 
     def _forced_drafts(self) -> NDArray[np.int64] | None:
         """Returns the forced tokens that the step drafts, [B, levels], or None if there are none."""
-        if self.spec_info is None or not self.spec_info.has_drafts or not self.forced:
+        if not self.spec_info.has_drafts or not self.forced:
             return None
         columns = np.full((self.batch_size, self.spec_info.num_steps), NOT_FORCED, np.int64)
         for column, req in zip(columns, self.reqs, strict=True):
@@ -166,7 +161,7 @@ class ScheduleBatch:
     @property
     def num_step_slots(self) -> int:
         """The number of slots that the next step writes for each entry, past its committed KV."""
-        return 1 if self.spec_info is None else self.spec_info.num_slots
+        return self.spec_info.num_slots
 
     def prepare_for_decode(self, pool: KvPool) -> bool:
         """Reserves the slots that the next step writes and sets `out_cache_loc`, each entry's slots in order of
@@ -184,7 +179,7 @@ class ScheduleBatch:
         else:
             positions = windows(self.seq_lens, self.num_step_slots)
             self.out_cache_loc = table[self.req_pool_indices.unsqueeze(1), positions].flatten()
-        if self.spec_info is None or not self.spec_info.has_drafts:
+        if not self.spec_info.has_drafts:
             self.seq_lens = self.seq_lens + 1
             self.seq_lens_cpu = self.seq_lens_cpu + 1
         self.forward_mode = ForwardMode.DECODE
@@ -195,13 +190,13 @@ class ScheduleBatch:
         assert self.forward_mode is ForwardMode.DECODE and self.out_cache_loc is not None
         return ForwardBatch.of(
             req_pool_indices=self.req_pool_indices,
+            rows=self.rows,
             seq_lens=self.seq_lens,
             seq_lens_cpu=self.seq_lens_cpu.numpy(),
             out_cache_loc=self.out_cache_loc,
             sampling=self.sampling,
             spec_info=self.spec_info,
             undrafted=self.undrafted,
-            draft_lag=self.draft_lag,
             forced=self._forced_drafts(),
         )
 
@@ -222,7 +217,6 @@ class ScheduleBatch:
         self.req_pool_indices_cpu = self.req_pool_indices_cpu[keep_cpu]
         self.seq_lens = self.seq_lens[keep_device]
         self.seq_lens_cpu = self.seq_lens_cpu[keep_cpu]
-        self.draft_lag = self.draft_lag[keep]
         self.sampling_needs = self.sampling_needs[keep]
         self._forget_what_follows()
 
@@ -233,7 +227,6 @@ class ScheduleBatch:
         self.req_pool_indices_cpu = torch.cat([self.req_pool_indices_cpu, other.req_pool_indices_cpu])
         self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
         self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
-        self.draft_lag = np.concatenate([self.draft_lag, other.draft_lag])
         self.sampling_needs = np.concatenate([self.sampling_needs, other.sampling_needs])
         self._forget_what_follows()
 
@@ -247,16 +240,16 @@ class ScheduleBatch:
         assert torch.equal(self.req_pool_indices.cpu(), self.req_pool_indices_cpu), "req_pool_indices twins differ"
 
 
-def depth_within(depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
-    """Returns the speculation of the batch's next step, or None without speculation or for an empty batch.
+def depth_within(depth: Depth, batch: ScheduleBatch, pool: KvPool, num_unread: NDArray[np.int64]) -> SpecInfo:
+    """Returns the speculation of the batch's next step. `num_unread` [B] is what the drafter has not read of each row.
 
     If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction. In
     any case `batch.spec_info` is set to the chosen depth; the caller must replace it by the result.
     """
-    if depth is None or batch.is_empty:
-        return None
+    if batch.is_empty:
+        return NO_DRAFTS
     num_wanted = batch.batch_size - len(batch.undrafted)
-    batch.spec_info = depth.choose(draft_lag=batch.draft_lag, num_wanted=num_wanted, num_forced=batch.num_forced)
+    batch.spec_info = depth.choose(num_unread=num_unread, num_wanted=num_wanted, num_forced=batch.num_forced)
     if pool.lacks(batch.rows, batch.wanted_tokens()):
         return batch.spec_info.at_depth(0)
     return batch.spec_info

@@ -29,6 +29,7 @@ from common.kv.prefix_tree import PrefixTree
 from common.load import EngineLoad
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, recorded
+from decode_service.forward.drafter import Drafter
 from decode_service.forward.forward_side import ForwardSide
 from decode_service.messages import (
     Abort,
@@ -65,7 +66,6 @@ from decode_service.schedule.shares import Shares
 from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
-from decode_service.speculate.spec_info import SpecInfo
 
 _STEP_TIMEOUT_S = 300.0
 _IDLE_WAIT_S = 0.5
@@ -78,9 +78,10 @@ Deliver = Callable[[Sequence[Event]], None]
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    `depth` decides how deep each step drafts, `config.spec_info` at most. It is given if there is a draft head. At most
-    `size.max_rows` rows are reserved, receive KV or run, together. Figures and time-outs use `clock` (monotonic
-    seconds). `deliver` gets events when the engine is about to wait or ends; without it steps return them.
+    `depth` decides how deep each step drafts, `config.spec_info` at most. `drafter` proposes the drafts; None is the
+    model's draft head, if `parts` has one. At most `size.max_rows` rows are reserved, receive KV or run, together.
+    Figures and time-outs use `clock` (monotonic seconds). `deliver` gets events when the engine is about to wait or
+    ends; without it steps return them.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class DecodeEngine:
         size: PoolSize,
         parts: EngineParts,
         *,
-        depth: Depth | None = None,
+        depth: Depth,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
         deliver: Deliver | None = None,
@@ -105,9 +107,7 @@ class DecodeEngine:
         self._outbox: Outbox[Event] = Outbox(deliver, self.track)
         self._vocab_size = parts.model.vocab_size
         self._depth = depth
-        levels = () if depth is None else depth.levels
-        assert (parts.draft is None) == (not levels)
-        deepest = levels[-1] if levels else SpecInfo.chain(0)
+        deepest = depth.levels[-1]
         assert (deepest.num_slots, deepest.num_steps) == (config.num_step_slots, config.max_depth)
         self.pool = KvPool(
             groups=parts.layer_groups,
@@ -122,8 +122,9 @@ class DecodeEngine:
         )
         forward_side = ForwardSide.open(
             parts,
-            levels=levels,
+            levels=depth.levels,
             pool=self.pool,
+            drafter=drafter,
             replays_forwards=config.replays_forwards,
             poisons_consumed_rows=config.debug_checks,
             wait_timeout_s=_STEP_TIMEOUT_S,
@@ -149,7 +150,7 @@ class DecodeEngine:
         waiting = WaitingQueue(ageing=config.ageing, best_priority=config.best_priority, shares=shares)
         self._local = LocalPrefill(
             parts,
-            draft_topk=max((level.topk for level in levels), default=1),
+            draft_topk=deepest.topk,
             pool=self.pool,
             sampling_state=forward_side.sampling_state,
             stream=forward_side.stream,
@@ -197,7 +198,7 @@ class DecodeEngine:
             lose=self._dispatcher.handle_lost,
         )
         self._running = ScheduleBatch.empty(device.torch_device)
-        self._unseeded: list[Request] = []
+        self._unstarted: list[Request] = []  # no step has carried them yet
         self._in_flight: SealedStep | None = None
         self._ahead: dict[Request, AheadMatcher] = {}  # the matchers that have accepted tokens of the step in flight
         self._is_draining = False
@@ -371,7 +372,8 @@ class DecodeEngine:
         if ready:
             self._merge_prebuilt(ready)
         running.forced = self._forced_tokens(running, has_published=published is not None)
-        running.spec_info = depth_within(self._depth, running, self.pool)
+        num_unread = self._worker.drafter.num_unread(running.rows)
+        running.spec_info = depth_within(self._depth, running, self.pool, num_unread)
         self._is_stalled = not (running.is_empty or self._retraction.prepare(running))
         return None if running.is_empty or self._is_stalled else running
 
@@ -411,7 +413,8 @@ class DecodeEngine:
         self.future_map.bootstrap(prebuilt.req_pool_indices, prebuilt.seq_lens, payload)
         self._process_prebuilt(prebuilt, ready)
         prebuilt.filter_batch(self._rows.want_launch(prebuilt.rows).nonzero()[0])
-        self._unseeded += prebuilt.reqs
+        self._worker.drafter.begin([self._rows.row_start(req) for req in prebuilt.reqs])
+        self._unstarted += prebuilt.reqs
         self._running.merge_batch(prebuilt)
 
     def _process_prebuilt(self, prebuilt: ScheduleBatch, ready: Sequence[ReadyRows]) -> None:
@@ -428,17 +431,15 @@ class DecodeEngine:
         """Enqueues the step's forward and, unless grammars constrain its draws, what comes after it."""
         scope = Scope(f"step {self._num_steps}")
         forward_batch = batch.snapshot()
-        batch.draft_lag = forward_batch.draft_lag_after
         self._forward_stream.wait(self._device.schedule_stream.record())
-        if seeds := [self._rows.row_seed(req) for req in self._unseeded if RULES[req.phase].place is Place.ROWS]:
-            self._forward_stream.enqueue(partial(self._sampling_state.reset, seeds), scope)
-        self._unseeded.clear()
+        if starts := [self._rows.row_start(req) for req in self._unstarted if RULES[req.phase].place is Place.ROWS]:
+            self._forward_stream.enqueue(partial(self._sampling_state.reset, starts), scope)
+        self._unstarted.clear()
         on_publish = partial(self.future_map.publish, forward_batch.req_pool_indices, scope=scope)
         if not forward_batch.has_drafts:
             self.future_map.publish_nothing()
         output = self._worker.forward(forward_batch, future_map=self.future_map, scope=scope, on_publish=on_publish)
-        if self._depth is not None and forward_batch.spec_info is not None:
-            self._depth.launched(forward_batch.spec_info)
+        self._depth.launched(forward_batch.spec_info)
         if output.draw is not None:
             self.pool.use_until(batch.rows, NOT_YET, self._forward_stream)  # until `_seal` knows the end
         self._rows.num_in_flight[batch.rows] += 1
@@ -447,7 +448,6 @@ class DecodeEngine:
             batch=forward_batch,
             reqs=tuple(batch.reqs),
             request_ids=batch.request_ids,
-            rows=batch.rows,
             serials=self._rows.serials[batch.rows],
             output=output,
             launched_s=self._clock(),
@@ -516,9 +516,9 @@ class DecodeEngine:
             self.pool.leave_behind(ended.rows[is_held], num_computed[is_held], at_least=self._config.left_together)
         self._taker.take(ended, ahead)
         self._retraction.requeue_left()
-        spec_info, speculation = ended.batch.spec_info, ended.speculation
-        if self._depth is not None and spec_info is not None and speculation is not None:
-            self._depth.observe(spec_info, draft_lag=ended.batch.draft_lag, stats=speculation)
+        if (speculation := ended.speculation) is not None:
+            num_unread = ended.output.reading.num_unread
+            self._depth.observe(ended.batch.spec_info, num_unread=num_unread, stats=speculation)
         num_rows, step_s = len(ended.reqs), self._clock() - ended.launched_s
         self._on_step(StepStats(num_rows, num_rows * ended.batch.num_tokens, step_s, speculation, ended.masks))
 

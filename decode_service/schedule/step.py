@@ -52,18 +52,22 @@ class _HostResults:
 class LaunchedStep:
     """A step whose forward is enqueued. `output.draw` has still to be called, if it is not None.
 
-    `rows` [B] are the pool rows in which `reqs` run, and `serials` [B] the numbers that RunningRows gave them for their
-    stay there; a request that has left its row since the launch gets no results.
+    `serials` [B] are the numbers that RunningRows gave `reqs` for their stay in their rows; a request that has left its
+    row since the launch gets no results.
     """
 
     scope: Scope
     batch: ForwardBatch
     reqs: tuple[Request, ...]
     request_ids: tuple[str, ...]
-    rows: NDArray[np.int64]
     serials: NDArray[np.int64]
     output: WorkerOutput
     launched_s: float
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The pool rows [B] in which `reqs` run."""
+        return self.batch.rows
 
     def seal(
         self, *, device: Device, stream: Stream, previous_end: StreamEvent | None, mask_s: float = 0.0
@@ -74,8 +78,7 @@ class LaunchedStep:
         """
         host: Cell[_HostResults] = Cell()
         output = self.output
-        sampled, is_invalid = output.sampled, output.is_invalid
-        accept_lens = None if output.has_one_each else output.accept_lens
+        sampled, accept_lens, is_invalid = output.sampled, output.accept_lens, output.is_invalid
 
         def copy_results() -> None:
             host.set(
@@ -122,13 +125,12 @@ class EndedStep(SealedStep):
     @cached_property
     def speculation(self) -> SpeculationStats | None:
         """The step's drafting and verification figures, or None without speculation."""
-        batch = self.batch
-        if batch.spec_info is None:
+        batch, host = self.batch, self.host.get()
+        if self.output.marks is None:
             return None
-        begin, drafted, verified, extended = self.output.marks.get()
-        relayed_lens = self.host.get().accept_lens
-        assert relayed_lens is not None, "who drafts says how many it accepted"
-        accept_lens, num_forced = relayed_lens.numpy(), batch.num_forced
+        begin, drafted, verified, read = self.output.marks.get()
+        accept_lens = np.ones_like(self.rows) if host.accept_lens is None else host.accept_lens.numpy()
+        num_forced = batch.num_forced
         if batch.undrafted:
             accept_lens, num_forced = (np.delete(each, batch.undrafted) for each in (accept_lens, num_forced))
         is_sound = (accept_lens >= 1) & (accept_lens <= batch.max_accept_len)  # a row with any other length fails
@@ -139,7 +141,7 @@ class EndedStep(SealedStep):
             num_forced=tuple(num_forced.tolist()) if batch.forced is not None else (),
             draft_s=drafted.seconds_since(begin),
             verify_s=verified.seconds_since(drafted),
-            extend_s=extended.seconds_since(verified),
+            extend_s=read.seconds_since(verified),
             idle_s=None if self.previous_end is None else begin.seconds_since(self.previous_end),
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_DRAFT_LAG = 128
+MAX_UNREAD = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,16 @@ class SpecInfo:
     a tree the `topk` likeliest nodes of each level get `topk` children each, and the likeliest of all drafts are
     verified. `leaves_seed` says whether the step leaves a draft seed (first drafts and hidden state), without which the
     next step cannot draft. A step that drafts nothing and leaves no draft seed need not run the head. The head may then
-    fall behind, by less than `max_draft_lag` tokens per row; the unread tokens are stored for it. `reads_drafts` says
-    whether the head reads a step's drafts to draft what follows them; a head of several layers does not, because it has
-    drafted all levels before.
+    fall behind, by less than `max_unread` tokens per row; the unread tokens are stored for it. `reads_drafts` says
+    whether the drafter reads a step's drafts to draft what follows them; a head of several layers does not, because it
+    has drafted all levels before.
     """
 
     num_steps: int
     num_draft_tokens: int
     topk: int = 1
     leaves_seed: bool = True
-    max_draft_lag: int = MAX_DRAFT_LAG
+    max_unread: int = MAX_UNREAD
     reads_drafts: bool = True
 
     def __post_init__(self) -> None:
@@ -48,24 +48,24 @@ class SpecInfo:
     def without_seed(self) -> SpecInfo:
         return replace(self, leaves_seed=False)
 
-    def must_catch_up(self, draft_lag: NDArray[np.int64]) -> bool:
+    def must_catch_up(self, num_unread: NDArray[np.int64]) -> bool:
         """Returns whether the head must read after the step, because one more unread token would be too many for some
         row.
 
-        `draft_lag` [B] counts the tokens of each row that the head has not read.
+        `num_unread` [B] counts the tokens of each row that the head has not read.
         """
-        return int(draft_lag.max(initial=0)) + 1 >= self.max_draft_lag
+        return int(num_unread.max(initial=0)) + 1 >= self.max_unread
 
-    def head_reads(self, draft_lag: NDArray[np.int64]) -> bool:
+    def head_reads(self, num_unread: NDArray[np.int64]) -> bool:
         """Returns whether the head reads all unread tokens after the step, instead of falling further behind."""
-        return self.leaves_seed or self.has_drafts or self.must_catch_up(draft_lag)
+        return self.leaves_seed or self.has_drafts or self.must_catch_up(num_unread)
 
-    def num_head_tokens(self, draft_lag: NDArray[np.int64]) -> int:
+    def num_head_tokens(self, num_unread: NDArray[np.int64]) -> int:
         """Returns how many tokens of all rows together the head reads after the step, or 0 if it does not read.
 
         It reads all tokens that the step may commit, and the unread ones of earlier steps.
         """
-        return int(draft_lag.sum()) + len(draft_lag) * self.max_accept_len if self.head_reads(draft_lag) else 0
+        return int(num_unread.sum()) + len(num_unread) * self.max_accept_len if self.head_reads(num_unread) else 0
 
     @property
     def has_drafts(self) -> bool:
@@ -93,3 +93,7 @@ def num_drafted(num_steps: int, topk: int) -> int:
     if topk == 1 or num_steps == 0:
         return num_steps
     return topk + (num_steps - 1) * topk * topk
+
+
+NO_DRAFTS = SpecInfo.chain(0)
+"""The steps of a service that never drafts."""

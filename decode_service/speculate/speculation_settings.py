@@ -7,7 +7,7 @@ from dataclasses import replace
 from common.config.settings import DecodeSettings
 from common.draft.head import DraftHead
 from common.errors import StartupError
-from decode_service.speculate.spec_info import MAX_DRAFT_LAG, SpecInfo, num_drafted
+from decode_service.speculate.spec_info import MAX_UNREAD, SpecInfo, num_drafted
 
 _DEFAULT_CHAIN = 4
 MAX_CATCH_UP_TOKENS = 4096
@@ -25,12 +25,12 @@ def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
 
 
 def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
-    """Returns `spec_info` with a new `max_draft_lag`, the number of tokens per row that the head may leave unread.
+    """Returns `spec_info` with a new `max_unread`, the number of tokens per row that the head may leave unread.
 
     It is MAX_CATCH_UP_TOKENS / `max_rows`, because the head reads what all rows have left in one forward, but at least
-    1 and at most MAX_DRAFT_LAG.
+    1 and at most MAX_UNREAD.
     """
-    return replace(spec_info, max_draft_lag=max(1, min(MAX_DRAFT_LAG, MAX_CATCH_UP_TOKENS // max_rows)))
+    return replace(spec_info, max_unread=max(1, min(MAX_UNREAD, MAX_CATCH_UP_TOKENS // max_rows)))
 
 
 def _shape_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:

@@ -368,7 +368,7 @@ class PrefillEngine:
         stream = self._forward_stream
         stream.wait(self._device.schedule_stream.record())
         if unseeded := [chunk.prompt for chunk in chunks if chunk.prompt in self._unseeded]:
-            stream.enqueue(partial(self._sampling_state.reset, [prompt.row_seed for prompt in unseeded]), scope)
+            stream.enqueue(partial(self._sampling_state.reset, [prompt.row_start for prompt in unseeded]), scope)
             for prompt in unseeded:
                 del self._unseeded[prompt]
         layers_per_event = self._layers_per_event(chunks)

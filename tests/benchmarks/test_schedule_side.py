@@ -10,7 +10,7 @@ from benchmarks.machine import CoreSpeed
 from benchmarks.schedule_rig import ScheduleRig
 from benchmarks.schedule_side import CHAIN, Cost, judged
 from benchmarks.tree_costs import BOUND_US, TreeCost, tree_table
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 
 
 def cost(batch_size: int, total_us: float, mean_us: float | None = None) -> Cost:
@@ -37,8 +37,8 @@ def test_one_size_alone_is_judged_by_its_time() -> None:
     assert judged([cost(256, 1100.0)])[1] is False
 
 
-@pytest.mark.parametrize("spec_info", [None, CHAIN], ids=["plain", "chain"])
-def test_rows_that_are_replaced_share_and_evict_what_is_cached(spec_info: SpecInfo | None) -> None:
+@pytest.mark.parametrize("spec_info", [NO_DRAFTS, CHAIN], ids=["plain", "chain"])
+def test_rows_that_are_replaced_share_and_evict_what_is_cached(spec_info: SpecInfo) -> None:
     rig = ScheduleRig(num_rows=2, spec_info=spec_info, output_tokens=8, num_cached_tokens=3000)
     rig.start()
     for _ in range(30):

@@ -38,7 +38,7 @@ from decode_service.messages import (
     Tokens,
 )
 from decode_service.speculate.depth import Depth, depth_of
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TAG_GRAMMAR, TagMatcher, TagModel, kv_of, oracle
 from tests.support.engines import new_decode_engine
@@ -215,7 +215,7 @@ class ScriptedEngine:
             max_kv_tokens=max_kv_tokens,
             max_context_tokens=CONTEXT_TOKENS,
             draft=self.head,
-            depth=depth or depth_of(spec_info, adapts=False),
+            depth=depth or depth_of(spec_info or NO_DRAFTS, adapts=False),
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,
             **{"reclaim_after_s": 0.0, **options},

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +39,6 @@ def make_batch(rows: Sequence[int], seq_lens: Sequence[int]) -> ScheduleBatch:
         req_pool_indices_cpu=torch.tensor(rows, dtype=torch.int64),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
         seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int64),
-        draft_lag=np.zeros(len(rows), np.int64),
         forward_mode=ForwardMode.DECODE,
         sampling_needs=sampling_needs([sampling] * len(rows)),
     )

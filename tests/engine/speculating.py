@@ -16,14 +16,13 @@ from torch import Tensor
 
 from common.device.cell import Cell
 from decode_service.forward.forward_batch import ForwardBatch
-from decode_service.forward.speculative_worker import SpeculativeWorker
-from decode_service.forward.worker import OnPublish, WorkerOutput
+from decode_service.forward.worker import OnPublish, Worker, WorkerOutput
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import Outcome
 
-CHAIN = replace(SpecInfo.chain(2), max_draft_lag=16)
-TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2, max_draft_lag=5)
+CHAIN = replace(SpecInfo.chain(2), max_unread=16)
+TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2, max_unread=5)
 SEED = CHAIN.at_depth(0)
 NOTHING = SEED.without_seed()
 
@@ -40,7 +39,7 @@ class ScriptedDepth(FixedDepth):
         """Chooses these depths from now on."""
         self._left = list(spec_infos)
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._left[0]
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -62,9 +61,9 @@ def a_step_that_tells(change: Callable[[Tensor], Tensor], *, number: int, of_acc
     """Lets the step with this number, of those with drafts, publish its lengths changed, or with `of_accepted` tell how
     many tokens it has accepted.
     """
-    forward, numbers = SpeculativeWorker.forward, itertools.count(1)
+    forward, numbers = Worker.forward, itertools.count(1)
 
-    def changed(worker: SpeculativeWorker, batch: ForwardBatch, *, on_publish: OnPublish, **rest: Any) -> WorkerOutput:
+    def changed(worker: Worker, batch: ForwardBatch, *, on_publish: OnPublish, **rest: Any) -> WorkerOutput:
         is_it = batch.has_drafts and next(numbers) == number
 
         def publish(lengths: Cell[Tensor]) -> None:
@@ -73,7 +72,7 @@ def a_step_that_tells(change: Callable[[Tensor], Tensor], *, number: int, of_acc
         output = forward(worker, batch, on_publish=publish, **rest)
         return replace(output, accept_lens=_Told(output.accept_lens, change)) if is_it and of_accepted else output
 
-    with mock.patch.object(SpeculativeWorker, "forward", changed):
+    with mock.patch.object(Worker, "forward", changed):
         yield
 
 
@@ -99,7 +98,7 @@ class RandomDepth(FixedDepth):
         self._drafts, self._has_seeds = True, True
         self._next = self._draw()
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._next if self._has_seeds else self._next.at_depth(0)
 
     def launched(self, spec_info: SpecInfo) -> None:

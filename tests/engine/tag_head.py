@@ -23,7 +23,7 @@ from common.kv.layer_group import DRAFT_GROUP, LayerGroupSpec
 from common.model.capture import HiddenCapture
 from common.sampling.operators import propose, propose_branches
 from common.sampling.params import ResolvedSampling
-from common.sampling.state import RowSeed, SamplingBatch, SamplingState
+from common.sampling.state import RowStart, SamplingBatch, SamplingState
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.tags import VOCAB_SIZE, attended, forced_after, is_argmax, logits_of, next_of, oracle
 
@@ -118,7 +118,7 @@ class _Proposing:
 
     def __init__(self, sampling: ResolvedSampling) -> None:
         self._state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
-        self._state.reset([RowSeed(1, sampling, 0, (), 0)])
+        self._state.reset([RowStart(1, sampling, 0, (), 0)])
         self._batch = SamplingBatch.of([sampling])
         self._is_argmax = is_argmax(sampling)
 

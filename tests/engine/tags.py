@@ -27,7 +27,7 @@ from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.sampling.operators import sample
 from common.sampling.params import ResolvedSampling
-from common.sampling.state import RowSeed, SamplingBatch, SamplingState
+from common.sampling.state import RowStart, SamplingBatch, SamplingState
 
 VOCAB_SIZE = 1021
 CONTEXT_TOKENS = 64
@@ -142,7 +142,7 @@ def oracle(token_ids: Sequence[int], num_tokens: int, sampling: ResolvedSampling
             sequence.append(next_of(tuple(sequence)))
         return sequence[len(token_ids) :]
     state = SamplingState(max_rows=1, vocab_size=VOCAB_SIZE, torch_device=torch.device("cpu"))
-    state.reset([RowSeed(1, sampling, 0, tuple(token_ids), len(token_ids))])
+    state.reset([RowStart(1, sampling, 0, tuple(token_ids), len(token_ids))])
     batch = SamplingBatch.of([sampling])
     sequence = list(token_ids)
     for _ in range(num_tokens):

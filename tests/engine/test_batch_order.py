@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -36,7 +35,6 @@ def assert_aligned(batch: ScheduleBatch, rows: list[int]) -> None:
     assert batch.req_pool_indices_cpu.tolist() == rows, "req_pool_indices_cpu are not the requests'"
     assert batch.seq_lens.tolist() == lengths, "seq_lens are not the requests'"
     assert batch.seq_lens_cpu.tolist() == lengths, "seq_lens_cpu are not the requests'"
-    assert batch.draft_lag.tolist() == rows, "draft_lag are not the requests'"
     assert batch.sampling_needs[:, 0].tolist() == [row % 2 for row in rows], "sampling_needs are not the requests'"
     assert batch.sampling.sampled.tolist() == [i for i, row in enumerate(rows) if row % 2], (
         "sampling outlived its batch"
@@ -73,7 +71,6 @@ def check_columns_follow_the_requests(operations: list[Operation]) -> None:
             new = list(range(next_row, next_row + argument))
             next_row += argument
             merged = make_batch(new, [length_of(row) for row in new])
-            merged.draft_lag = np.array(new, np.int64)
             merged.sampling_needs[:, 0] = [row % 2 for row in new]
             for req in merged.reqs:
                 req.wants_drafts = req.arrival % 3 > 0

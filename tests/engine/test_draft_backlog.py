@@ -39,14 +39,14 @@ class _Run:
 @broken_by(draft_backlog.each_step_puts_in_the_same_place, "not those of")
 @broken_by(draft_backlog.only_the_last_token_is_read, "not those of")
 @broken_by(draft_backlog.backlog_has_no_end, "decoded wrongly")
-@broken_by(draft_backlog.lag_is_not_reset, "decoded wrongly")
+@broken_by(draft_backlog.unread_tokens_stay_unread, "decoded wrongly")
 def check_the_head_catches_up_before_it_drafts() -> None:
     """One request runs alone, for more steps than the backlog has room for."""
-    run = _Run([CHAIN, *[NOTHING] * (CHAIN.max_draft_lag + 5), SEED, CHAIN])
+    run = _Run([CHAIN, *[NOTHING] * (CHAIN.max_unread + 5), SEED, CHAIN])
     outcome = run.scripted.submit("a", [1, 2], 56)
     run.scripted.run()
     run.check(outcome, first_step=0)
-    assert (CHAIN.max_draft_lag,) in run.head_forwards, "the backlog never filled"
+    assert (CHAIN.max_unread,) in run.head_forwards, "the backlog never filled"
     assert (6,) in run.head_forwards, "the head did not catch up at once"
 
 
@@ -76,9 +76,22 @@ def check_rows_catch_up_from_where_each_is() -> None:
 
 def check_a_head_left_behind_computes_nothing() -> None:
     run = _Run([NOTHING])
-    run.scripted.submit("a", [1, 2], CHAIN.max_draft_lag)
+    run.scripted.submit("a", [1, 2], CHAIN.max_unread)
     run.scripted.run()
     assert run.head_forwards == [], f"the head ran: {run.head_forwards}"
+
+
+@broken_by(draft_backlog.a_new_request_has_unread_tokens, "decoded wrongly")
+def check_a_row_is_read_when_a_request_enters_it() -> None:
+    """A request ends with unread tokens. The next one in its row drafts at once."""
+    run = _Run([NOTHING])
+    run.scripted.submit("a", [1, 2], 8)
+    run.scripted.run()
+    run.script.script([CHAIN])
+    at_second = len(run.script.launches)
+    second = run.scripted.submit("b", [3, 4], 24)
+    run.scripted.run()
+    run.check(second, first_step=at_second)
 
 
 test_holds = holding(globals())

@@ -130,11 +130,9 @@ def check_a_snapshot_is_the_forwards_own() -> None:
     slots = batch.out_cache_loc.tolist()
     for tensor in (batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, batch.out_cache_loc):
         tensor.fill_(99)
-    batch.draft_lag.fill(99)
     batch.reqs.clear()
     assert snapshot.seq_lens.tolist() == [4, 3], "the forward reads the schedule side's lengths"
     assert snapshot.seq_lens_cpu.tolist() == [4, 3] and snapshot.positions.tolist() == [3, 2]
-    assert snapshot.draft_lag.tolist() == [0, 0], "the forward reads the schedule side's lag"
     assert snapshot.req_pool_indices.tolist() == [1, 2], "the forward reads the schedule side's rows"
     assert snapshot.out_cache_loc.tolist() == slots, "the forward reads the schedule side's slots"
 

@@ -68,7 +68,7 @@ def test_a_head_that_was_left_behind_has_no_more_than_4096_tokens_to_read_or_one
 ) -> None:
     assert max_rows * max_lag <= max(4096, max_rows)
     for shape in ({}, {"draft_topk": 2, "num_draft_steps": 2, "num_draft_tokens": 3}):
-        assert within_rows(speculation(**shape), max_rows).max_draft_lag == max_lag
+        assert within_rows(speculation(**shape), max_rows).max_unread == max_lag
 
 
 def test_a_head_of_several_layers_drafts_one_token_with_each() -> None:

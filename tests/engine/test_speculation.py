@@ -1,4 +1,4 @@
-"""Invariants I3, I4, I6, I7 and I12 with an EagleWorker: the tokens it drafts, commits and relays, in any order of the
+"""Invariants I3, I4, I6, I7 and I12 with an EAGLE head: the tokens it drafts, commits and relays, in any order of the
 streams.
 
 The draft head is made of tags too. It is right two times in three, and wrong whenever it read anything it should not
@@ -157,8 +157,8 @@ def check_the_next_step_is_launched_before_draft_extend() -> None:
     for _ in range(3):
         for_lengths, for_results = pending_when_blocking(scripted)
         assert "verify" in for_lengths, "lengths were read before they were published"
-        assert for_results[0] == "extend", f"the schedule side waited for draft-extend: {for_results}"
-        assert for_results.count("extend") == 2, f"the next step was not launched: {for_results}"
+        assert for_results[0] == "read", f"the schedule side waited for draft-extend: {for_results}"
+        assert for_results.count("read") == 2, f"the next step was not launched: {for_results}"
     scripted.run()
     assert_drafted_as_expected(outcome)
 
@@ -207,7 +207,7 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     begins: list[Event] = []
 
     class NotingDepth(FixedDepth):
-        def observe(self, spec_info: SpecInfo, *, draft_lag: NDArray[np.int64], stats: SpeculationStats) -> None:
+        def observe(self, spec_info: SpecInfo, *, num_unread: NDArray[np.int64], stats: SpeculationStats) -> None:
             idle.append(stats.idle_s)
 
     @instead_of(LaunchedStep, "seal")
@@ -235,7 +235,7 @@ def check_seeds_reach_the_next_forward_by_stream_order() -> None:
     first, second = scripted.submit("first", [1, 2], 12), scripted.submit("second", [3, 4, 5], 9, temperature=1.0)
     scripted.start("first", "second")
     _, for_results = pending_when_blocking(scripted)
-    assert for_results[0] == "extend" and for_results.index("resolve") > for_results.index("extend")
+    assert for_results[0] == "read" and for_results.index("resolve") > for_results.index("read")
     scripted.run()
     for outcome in (first, second):
         assert_drafted_as_expected(outcome)

@@ -29,7 +29,7 @@ def check_results_lag_one_step() -> None:
         seen: list[int] = []
 
         def count_launched(device: ScriptedDevice, event: Event, seen: list[int] = seen) -> None:
-            seen.append(device.stream("forward").pending().count("decode"))
+            seen.append(device.stream("forward").pending().count("verify"))
             run_needed(device, event)
 
         scripted.device.on_synchronize = count_launched
@@ -71,7 +71,7 @@ def check_a_failed_forward_fails_its_own_requests_alone() -> None:
     scripted.hand_over("good")
     scripted.step()
     scripted.landing.run_all()
-    assert "decode" in scripted.forward.pending()
+    assert "verify" in scripted.forward.pending()
     scripted.model.fails_next = True
     scripted.run()
     assert isinstance(bad.error, EngineFault) and "no kernel" in str(bad.error)
@@ -101,7 +101,7 @@ def test_results_are_taken_once_the_next_step_does_nothing_but_compute(monkeypat
 
     looked_at(monkeypatch)
     scripted.run()
-    assert left[0] == ["decode", "stash_payload", "copy_results"]
+    assert left[0] == ["verify", "stash_payload", "copy_results"]
     assert left[-1] == [], "behind the last step there is none"
 
 

@@ -28,7 +28,7 @@ from common.wire.handoff import HandoffRow
 from decode_service import messages as decode
 from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.depth import depth_of
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.fuzz.pure_targets import checksummed
 from tests.fuzz.target import Run, Target, join, split
 from tests.fuzz.wire_strategies import hostile_messages
@@ -141,7 +141,7 @@ def _under_fire(model: TargetModel, head: DraftHead | None) -> EngineUnderFire:
         max_kv_tokens=128,
         max_context_tokens=32,
         draft=head,
-        depth=depth_of(TREE if head else None, adapts=False),
+        depth=depth_of(TREE if head else NO_DRAFTS, adapts=False),
         prefill_timeout_s=1.0,
         clock=clock,
     )

@@ -13,7 +13,7 @@ import numpy as np
 from common.kv.window_slots import row_slots
 from common.sampling.params import ResolvedSampling
 from decode_service.schedule.config import DecodeConfig
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.speculating import CHAIN, TREE
 from tests.engine.tags import TAG_GRAMMAR, WINDOW, oracle
 from tests.interleavings.explored_device import ExploredDevice
@@ -152,7 +152,7 @@ class Life:
         if self.spare_window_slots is None:
             return 0
         config = DecodeConfig(
-            spec_info=self.spec_info,
+            spec_info=self.spec_info or NO_DRAFTS,
             local_prefill_tokens=self.local_prefill_tokens,
             prefill_fallback=True,
             fallback_chunk_tokens=FALLBACK_CHUNK_TOKENS,

@@ -22,8 +22,7 @@ from common.sampling.state import SamplingState
 from decode_service.forward.draft_backlog import DraftBacklog
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
-from decode_service.forward.speculative_worker import SpeculativeWorker
-from decode_service.forward.worker import PlainWorker, Worker, WorkerOutput
+from decode_service.forward.worker import Worker, WorkerOutput
 from decode_service.messages import (
     Abort,
     CallEnded,
@@ -148,18 +147,17 @@ class ExploredEngine(ScriptedEngine):
 
     def watching_launches(self) -> AbstractContextManager[object]:
         """Notes within the block what each step is launched beside."""
-        worker = SpeculativeWorker if self.head is not None else PlainWorker
-        launch = worker.forward
+        launch = Worker.forward
 
         def noted(worker: Worker, batch: ForwardBatch, **rest: Any) -> WorkerOutput:
             with self._explored.unwatched():
                 self._note_launch(set(batch.req_pool_indices.tolist()), self.forward.pending())
             return launch(worker, batch, **rest)
 
-        return mock.patch.object(worker, "forward", noted)
+        return mock.patch.object(Worker, "forward", noted)
 
     def _note_launch(self, rows: set[int], pending: Sequence[str]) -> None:
-        if "extend" in pending and rows & self._launched_rows:
+        if "read" in pending and rows & self._launched_rows:
             self._explored.witnessed.add(LAUNCHED_BEFORE_DRAFT_EXTEND)
             if rows - self._launched_rows:
                 self._explored.witnessed.add(BOOTSTRAPPED_BEFORE_DRAFT_EXTEND)

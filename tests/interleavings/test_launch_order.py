@@ -15,10 +15,11 @@ from common.kv.kv_shard import OneDevice
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs
 from common.sampling.state import SamplingState
+from decode_service.forward.drafter import Drafter
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.recording import record_forwards
-from decode_service.forward.worker import PlainWorker
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.forward.worker import Worker
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.mutants import memory
 from tests.engine.speculating import CHAIN, TREE
 from tests.engine.tags import GROUP, VOCAB_SIZE, TagModel
@@ -270,12 +271,19 @@ def test_what_recording_runs_is_made_before_it_is_waited_for() -> None:
         poisons_consumed_rows=False,
         wait_timeout_s=BOUND_S,
     )
-    worker = PlainWorker(model=TagModel(), pool=pool, sampling_state=sampling_state, stream=rig.forward)
+    worker = Worker(
+        model=TagModel(),
+        drafter=Drafter(),
+        device=rig.device,
+        pool=pool,
+        sampling_state=sampling_state,
+        stream=rig.forward,
+    )
     with rig.watching(*shared_by(pool, future_map, sampling_state)):
         record_forwards(
             worker,
             ForwardGraphs(recorder=CallRecorder(), batch_sizes=(1, 3)),
-            spec_infos=[None],
+            spec_infos=[NO_DRAFTS],
             future_map=future_map,
             device=rig.device,
             stream=rig.forward,

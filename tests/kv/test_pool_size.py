@@ -25,7 +25,7 @@ from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolBytes, PoolLimit
 from common.service.runtime import open_runtime
 from decode_service import main as decode_main
 from decode_service.forward.recording import recorded_bytes
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from prefill_service import main as prefill_main
 
 GIB = 1 << 30
@@ -43,7 +43,7 @@ NOTHING = MemoryBeside(row_bytes=1, peak_bytes=lambda num_rows: num_rows)
 def beside(
     kind: type[DecodeSettings | PrefillSettings],
     *,
-    spec_info: SpecInfo | None = None,
+    spec_info: SpecInfo = NO_DRAFTS,
     torch_device: torch.device = GPU,
     **options: Any,
 ) -> Any:
@@ -56,7 +56,7 @@ def beside(
         torch_device=torch_device,
         windows=(),
     )
-    draft = None if spec_info is None else SimpleNamespace(capture=SimpleNamespace(num_states=3))
+    draft = None if not spec_info.has_drafts else SimpleNamespace(capture=SimpleNamespace(num_states=3))
     runtime: Any = SimpleNamespace(model=model, draft=draft, device=SimpleNamespace(graphs="there are"), ranks=None)
     settings: Any = kind(**options)
     if kind is PrefillSettings:
@@ -124,7 +124,7 @@ def test_logits_that_recorded_forwards_keep_are_counted() -> None:
     levels = [SpecInfo.chain(2).at_depth(0), SpecInfo.chain(2)]
     kept = (1 + 2 + 4 + 8 + 9) * (1 + 3) * (VOCAB * 4 + 7)
     assert recorded_bytes(9, levels, vocab_size=VOCAB, state_bytes=7) == kept
-    assert recorded_bytes(9, [None], vocab_size=VOCAB, state_bytes=0) == (1 + 2 + 4 + 8 + 9) * VOCAB * 4
+    assert recorded_bytes(9, [NO_DRAFTS], vocab_size=VOCAB, state_bytes=0) == (1 + 2 + 4 + 8 + 9) * VOCAB * 4
 
     records, replays_nothing = beside(DecodeSettings), beside(DecodeSettings, disabled_fast_paths="cuda_graphs")
     assert records.peak_bytes(256) - replays_nothing.peak_bytes(256) == 511 * VOCAB * 4

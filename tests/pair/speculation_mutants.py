@@ -21,7 +21,7 @@ from common.kv.pool import KvPool
 from common.sampling import operators as sampling
 from common.sampling.operators import Largest, Sampled
 from common.sampling.state import Ancestors, SamplingBatch, SamplingState
-from decode_service.forward import eagle_worker, speculative_worker
+from decode_service.forward import eagle_drafter, worker
 from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -33,7 +33,7 @@ def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> 
     """Replaces the `draw` that verification calls. `mutant` gets the original `draw` first, and then its arguments
     except `found`, which only saves work.
     """
-    draw = speculative_worker.draw
+    draw = worker.draw
 
     def drawn(
         logits: Tensor,
@@ -47,7 +47,7 @@ def _target_draws(patch: pytest.MonkeyPatch, mutant: Callable[..., Sampled]) -> 
     ) -> Sampled:
         return mutant(draw, logits, rows, positions, state, batch, ancestors)
 
-    patch.setattr(speculative_worker, "draw", drawn)
+    patch.setattr(worker, "draw", drawn)
 
 
 def target_draws_one_position_early(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def refused_draft_redrawn(patch: pytest.MonkeyPatch) -> None:
     """Replaces a rejected draft by a token drawn from the whole distribution, instead of from the part that acceptance
     leaves.
     """
-    accept, draw = DraftTree.accept, speculative_worker.draw
+    accept, draw = DraftTree.accept, worker.draw
     redrawn: list[Tensor] = []
 
     def drawn(logits: Tensor, rows: Tensor, positions: Tensor, *rest: Any, **known: Any) -> Sampled:
@@ -148,7 +148,7 @@ def refused_draft_redrawn(patch: pytest.MonkeyPatch) -> None:
         target_ids[rows, node] = torch.where(is_refused, other, target_ids[rows, node])
         return accepted
 
-    patch.setattr(speculative_worker, "draw", drawn)
+    patch.setattr(worker, "draw", drawn)
     patch.setattr(DraftTree, "accept", mutant)
 
 
@@ -178,12 +178,12 @@ def kv_of_the_path_not_moved(patch: pytest.MonkeyPatch) -> None:
 
 
 def verify_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
-    window_input = speculative_worker.window_input
+    window_input = worker.window_input
 
     def mutant(*arguments: Any, **keywords: Any) -> ForwardInput:
         return dataclasses.replace(window_input(*arguments, **keywords), tree_mask=None)
 
-    patch.setattr(speculative_worker, "window_input", mutant)
+    patch.setattr(worker, "window_input", mutant)
 
 
 def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def drafts_draw_by_place_in_their_vocabulary(patch: pytest.MonkeyPatch) -> None:
 
 def _draft_extend(patch: pytest.MonkeyPatch, mutant: Callable[..., Seed]) -> None:
     """Replaces the decode side's `extend_draft`. `mutant` gets the original first, then its arguments."""
-    extend_draft = speculative_worker.extend_draft
-    patch.setattr(speculative_worker, "extend_draft", lambda *given, **named: mutant(extend_draft, *given, **named))
+    extend_draft = eagle_drafter.extend_draft
+    patch.setattr(eagle_drafter, "extend_draft", lambda *given, **named: mutant(extend_draft, *given, **named))
 
 
 def seed_of_the_windows_last_row(patch: pytest.MonkeyPatch) -> None:
@@ -259,12 +259,12 @@ def drafted_kv_left_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def draft_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
-    window_input = eagle_worker.window_input
+    window_input = eagle_drafter.window_input
 
     def mutant(*arguments: Any, **keywords: Any) -> ForwardInput:
         return dataclasses.replace(window_input(*arguments, **keywords), tree_mask=None)
 
-    patch.setattr(eagle_worker, "window_input", mutant)
+    patch.setattr(eagle_drafter, "window_input", mutant)
 
 
 def ids_not_shifted_per_layer(patch: pytest.MonkeyPatch) -> None:

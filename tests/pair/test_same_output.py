@@ -145,7 +145,7 @@ class ScriptedDepth(FixedDepth):
         self._depths = [numbers.choice((0, 0, *range(deepest.num_steps + 1))) for _ in range(1000)]
         self._deepest = deepest
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         spec_info = self._deepest.at_depth(self._depths[-1] if num_wanted else 0)
         return spec_info if self._depths[-2] else spec_info.without_seed()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.sampling.params import ResolvedSampling
-from decode_service.forward import speculative_worker
+from decode_service.forward import worker
 from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
@@ -92,10 +92,10 @@ def trials_met() -> Iterator[list[Trial]]:
     """Yields a list that collects a Trial for every draft that verification reaches, while chains are drafted."""
     met: list[Trial] = []
     nodes: list[list[list[int]]] = []
-    window_input, accept = speculative_worker.window_input, DraftTree.accept
+    window_input, accept = worker.window_input, DraftTree.accept
 
     def watched_window(batch: Any, tokens: Tensor, pool: Any, group: str, **named: Any) -> ForwardInput:
-        if group == "target":
+        if group == "target" and batch.has_drafts:
             nodes.append(tokens.tolist())
         return window_input(batch, tokens, pool, group, **named)
 
@@ -109,7 +109,7 @@ def trials_met() -> Iterator[list[Trial]]:
         return accepted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative_worker, "window_input", watched_window)
+        patch.setattr(worker, "window_input", watched_window)
         patch.setattr(DraftTree, "accept", watched_accept)
         yield met
 

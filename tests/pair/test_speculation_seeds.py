@@ -24,9 +24,9 @@ from common.draft.seed import Seed
 from common.prompts import worker as prefill
 from common.prompts.chunk_batch import Chunk
 from common.sampling.params import ResolvedSampling
-from decode_service.forward import speculative_worker
+from decode_service.forward import eagle_drafter
 from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
-from decode_service.forward.eagle_worker import EagleWorker
+from decode_service.forward.eagle_drafter import EagleDrafter
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
@@ -83,7 +83,7 @@ class LeftBehind(FixedDepth):
         self._steps = cycle([*[nothing] * num_behind, spec_info.at_depth(0), spec_info])
         self._next = next(self._steps)
 
-    def choose(self, *, draft_lag: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._next
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -102,7 +102,7 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind
         for number in range(NUM_REQUESTS):
             prompt = [4 + (number * 11 + place * (number + 3)) % 56 for place in range(5 + 3 * number)]
             sampling = ResolvedSampling(seed=number, max_tokens=new_tokens, temperature=0.7)
-            with seeds_left_in(speculative_worker) as left:
+            with seeds_left_in(eagle_drafter) as left:
                 outcome = pair.submit(str(number), prompt, sampling)
                 pair.run()
             tokens = [*prompt, *outcome.token_ids]
@@ -128,7 +128,7 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind
 @pytest.mark.parametrize("shape", ["chain-3", pytest.param("tree-4x3-15", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "num_behind",
-    [0, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, SpecInfo.chain(1).max_draft_lag + 1))],
+    [0, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, SpecInfo.chain(1).max_unread + 1))],
 )
 def test_seeds_are_those_of_prefill_after_steps_that_left_the_head_behind_too(
     shape: str, num_behind: int, random_head: Drafted
@@ -210,15 +210,15 @@ def branches_of(tree: DraftTree) -> Branches:
 def first_drafts(drafted: Drafted, options: PairOptions) -> list[DraftTree]:
     """Returns the first tree that is drafted for each of NUM_TREES requests. Each request runs alone."""
     trees: list[DraftTree] = []
-    draft_tree = EagleWorker.draft_tree
+    draft = EagleDrafter.draft
 
-    def watched(self: EagleWorker, *given: Any) -> DraftTree:
-        trees.append(draft_tree(self, *given))
+    def watched(self: EagleDrafter, *given: Any) -> DraftTree:
+        trees.append(draft(self, *given))
         return trees[-1]
 
     first = []
     with pytest.MonkeyPatch.context() as patch, pairs_that_keep_all() as make_pair:
-        patch.setattr(EagleWorker, "draft_tree", watched)
+        patch.setattr(EagleDrafter, "draft", watched)
         pair = make_pair(drafted.target, options, draft=drafted.head)
         for number in range(NUM_TREES):
             prompt = [4 + (number * 11 + place * 7) % 56 for place in range(3 + number % 9)]

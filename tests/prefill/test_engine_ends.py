@@ -13,7 +13,7 @@ from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.sampling.params import ResolvedSampling
-from common.sampling.state import RowSeed, SamplingState
+from common.sampling.state import RowStart, SamplingState
 from tests.support.engines import PrefillHalf
 from tests.support.faulty_target import FaultyTarget
 from tests.support.pair import InProcessPair
@@ -92,7 +92,7 @@ def test_who_is_not_in_a_forward_loses_nothing_when_its_seeding_fails(
     (_, expected) = sound.first_tokens
     reset, num_failures = SamplingState.reset, 1
 
-    def fails_once(self: SamplingState, seeds: Sequence[RowSeed]) -> None:
+    def fails_once(self: SamplingState, seeds: Sequence[RowStart]) -> None:
         nonlocal num_failures
         if num_failures:
             num_failures = 0

@@ -18,7 +18,7 @@ from common.device.triton_launch import Launch
 from common.sampling.noise import gumbel_noise, row_keys
 from common.sampling.operators import Ancestors, Sampled, draw, propose, propose_branches, sample
 from common.sampling.params import ResolvedSampling
-from common.sampling.state import RowSeed, SamplingBatch, SamplingState
+from common.sampling.state import RowStart, SamplingBatch, SamplingState
 from common.sampling.triton_draws import TritonDraws
 
 thorough = pytest.mark.thorough
@@ -70,7 +70,7 @@ def state_of(
     device: torch.device = CPU,
 ) -> SamplingState:
     state = SamplingState(max_rows=len(sampling) + 1, vocab_size=vocab_size, torch_device=device, kernels=kernels)
-    state.reset([RowSeed(row, each, row % 3, (1, 2, 3, 4, 4), 3) for row, each in enumerate(sampling, start=1)])
+    state.reset([RowStart(row, each, row % 3, (1, 2, 3, 4, 4), 3) for row, each in enumerate(sampling, start=1)])
     return state
 
 

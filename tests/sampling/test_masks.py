@@ -17,7 +17,7 @@ from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher, MinLength, fill_nodes, mask_of, num_words
 from common.sampling.operators import sample
 from common.sampling.params import ResolvedSampling
-from common.sampling.state import RowSeed, SamplingBatch, SamplingState
+from common.sampling.state import RowStart, SamplingBatch, SamplingState
 from common.sampling.triton_draws import TritonDraws
 from tests.support.models import END_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.pair import grammars_of
@@ -59,7 +59,7 @@ def test_what_is_drawn_is_as_if_the_forbidden_tokens_had_no_probability(kernels:
 
     def drawn(logits: Tensor, requests: list[ResolvedSampling], masks: Tensor | None) -> Any:
         state = SamplingState(max_rows=32, vocab_size=VOCAB, torch_device=torch.device("cpu"), kernels=kernels)
-        state.reset([RowSeed(row, each, 0, (1, 2, 3), 2) for row, each in enumerate(requests, start=1)])
+        state.reset([RowStart(row, each, 0, (1, 2, 3), 2) for row, each in enumerate(requests, start=1)])
         return sample(logits.clone(), rows, torch.full_like(rows, 5), state, SamplingBatch.of(requests), masks=masks)
 
     found = drawn(logits, requests, packed(allowed[1::2]))

@@ -24,7 +24,7 @@ from common.sampling.logprobs import unpack_logprobs
 from common.sampling.noise import gumbel_noise, row_keys
 from common.sampling.operators import Largest, Sampled, largest, sample, shape_logits
 from common.sampling.params import ResolvedSampling, TokenLogprobs
-from common.sampling.state import RowSeed, SamplingBatch, SamplingState
+from common.sampling.state import RowStart, SamplingBatch, SamplingState
 from tests.support.goodness_of_fit import chi_square_p_value, farthest_p_value
 from tests.support.host_scalars import RefuseHostScalars
 
@@ -36,7 +36,7 @@ def params(**options: object) -> ResolvedSampling:
     return ResolvedSampling(**{"seed": 7, "max_tokens": 64, **options})  # type: ignore[arg-type]
 
 
-def state_of(*seeds: RowSeed) -> SamplingState:
+def state_of(*seeds: RowStart) -> SamplingState:
     state = SamplingState(max_rows=64, vocab_size=VOCAB, torch_device=CPU)
     state.reset(seeds)
     return state
@@ -46,7 +46,7 @@ def draw(
     logits: Tensor, requests: list[ResolvedSampling], positions: list[int], rows: list[int] | None = None
 ) -> Sampled:
     rows = rows or list(range(1, len(requests) + 1))
-    state = state_of(*(RowSeed(row, request, 0, (1,), 1) for row, request in zip(rows, requests, strict=True)))
+    state = state_of(*(RowStart(row, request, 0, (1,), 1) for row, request in zip(rows, requests, strict=True)))
     return sample(logits.clone(), torch.tensor(rows), torch.tensor(positions), state, SamplingBatch.of(requests))
 
 
@@ -81,7 +81,7 @@ def test_draws_follow_the_exact_distribution(options: dict[str, float]) -> None:
     logits = random_logits(1, seed=3)
     num_draws = 40_000
     request = params(**options)
-    state = state_of(RowSeed(1, request, 0, (1,), 1))
+    state = state_of(RowStart(1, request, 0, (1,), 1))
     batch = SamplingBatch.of([request] * num_draws)
     drawn = sample(
         logits.expand(num_draws, VOCAB).clone(),
@@ -168,7 +168,7 @@ def test_a_64_bit_seed_is_used_whole() -> None:
 
 
 def shaped(logits: Tensor, request: ResolvedSampling, token_ids: tuple[int, ...], prompt_len: int) -> Tensor:
-    state = state_of(RowSeed(1, request, 0, token_ids, prompt_len))
+    state = state_of(RowStart(1, request, 0, token_ids, prompt_len))
     position = torch.tensor([len(token_ids)])
     return shape_logits(logits.clone(), torch.tensor([1]), position, state, SamplingBatch.of([request]))
 
@@ -199,7 +199,7 @@ def test_drawn_tokens_are_counted() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 4] = 1.0
     request = params(temperature=0.0, frequency_penalty=0.75)
-    state = state_of(RowSeed(1, request, 0, (1,), 1))
+    state = state_of(RowStart(1, request, 0, (1,), 1))
     row, batch = torch.tensor([1]), SamplingBatch.of([request])
     drawn = [int(sample(logits.clone(), row, torch.tensor([p]), state, batch).token_ids[0]) for p in range(1, 4)]
     assert drawn[0] == drawn[1] == 4
@@ -241,7 +241,7 @@ def test_logits_without_a_finite_value_are_reported() -> None:
 )
 def test_a_largest_that_is_known_is_taken_where_nothing_else_is_wanted(wanted: dict[str, Any]) -> None:
     request = params(**{"temperature": 0.0, **wanted})
-    state = state_of(RowSeed(1, request, 0, (1,), 1))
+    state = state_of(RowStart(1, request, 0, (1,), 1))
     found = Largest(torch.tensor([7]), torch.tensor([True]))
     logits, batch = random_logits(1), SamplingBatch.of([request])
     drawn = sample(logits, torch.tensor([1]), torch.tensor([9]), state, batch, found=found)
@@ -295,14 +295,14 @@ def test_seeding_a_row_puts_no_number_of_the_hosts_into_a_table() -> None:
         temperature=0.7, repetition_penalty=1.3, logit_bias=((3, 9.0),), min_tokens=3, eos_token_ids=(4, 5)
     )
     with RefuseHostScalars():
-        state.reset([RowSeed(row, everything, 0, (7, 8, 7, 9), 3) for row in (1, 2)])
+        state.reset([RowStart(row, everything, 0, (7, 8, 7, 9), 3) for row in (1, 2)])
     assert state.in_prompt[1].nonzero().flatten().tolist() == [7, 8]
 
 
 def test_a_reused_row_remembers_nothing() -> None:
     logits = random_logits(1)
-    state = state_of(RowSeed(1, params(repetition_penalty=2.0, logit_bias=((3, 9.0),)), 0, (1, 2, 3), 1))
+    state = state_of(RowStart(1, params(repetition_penalty=2.0, logit_bias=((3, 9.0),)), 0, (1, 2, 3), 1))
     second = params(repetition_penalty=1.5, logit_bias=((4, 1.0),))
-    state.reset([RowSeed(1, second, 0, (7,), 1)])
+    state.reset([RowStart(1, second, 0, (7,), 1)])
     out = shape_logits(logits.clone(), torch.tensor([1]), torch.tensor([1]), state, SamplingBatch.of([second]))
     assert torch.allclose(out, shaped(logits, second, (7,), 1))

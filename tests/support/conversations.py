@@ -19,7 +19,7 @@ from torch import Tensor
 from common.prompts.chunk_batch import ChunkBatch
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, HandoffRow, KvSegment
-from decode_service.forward.eagle_worker import EagleWorker, MultiLayerEagleWorker
+from decode_service.forward.eagle_drafter import EagleDrafter, MultiLayerEagleDrafter
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.speculate.draft_tree import DraftTree
 from tests.support.pair import InProcessPair, PairOptions
@@ -143,20 +143,20 @@ def drafts_noted() -> Iterator[list[StepDrafts]]:
     """Yields a list that collects the drafts of every step, without making the step wait for its results."""
     noted: list[StepDrafts] = []
 
-    def watch(patch: pytest.MonkeyPatch, worker: type[EagleWorker | MultiLayerEagleWorker]) -> None:
-        draft_tree = worker.draft_tree
+    def watch(patch: pytest.MonkeyPatch, drafter: type[EagleDrafter | MultiLayerEagleDrafter]) -> None:
+        draft = drafter.draft
 
         def watched(self: Any, batch: ForwardBatch, *given: Any) -> DraftTree:
-            tree = draft_tree(self, batch, *given)
+            tree = draft(self, batch, *given)
             columns = (batch.req_pool_indices, batch.prefix_lens, tree.token_ids, tree.parents)
             noted.append(StepDrafts(*(column.clone() for column in columns)))
             return tree
 
-        patch.setattr(worker, "draft_tree", watched)
+        patch.setattr(drafter, "draft", watched)
 
     with pytest.MonkeyPatch.context() as patch:
-        watch(patch, EagleWorker)
-        watch(patch, MultiLayerEagleWorker)
+        watch(patch, EagleDrafter)
+        watch(patch, MultiLayerEagleDrafter)
         yield noted
 
 

@@ -15,6 +15,8 @@ from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.speculate.depth import FixedDepth
+from decode_service.speculate.spec_info import NO_DRAFTS
 from prefill_service.messages import CallDone, Command, Event, FrameReady, OpenCall
 from prefill_service.schedule.config import PrefillConfig
 from prefill_service.schedule.scheduler import EdgeCalls, PrefillEngine
@@ -36,8 +38,7 @@ def new_decode_engine(model: object, device: Device | None = None, **options: An
 
     `model` is a TargetModel or a stand-in for one.
     """
-    if (depth := options.get("depth")) is not None:
-        options["spec_info"] = depth.levels[-1]
+    options["spec_info"] = options.setdefault("depth", FixedDepth(NO_DRAFTS)).levels[-1]
     return DecodeEngine(*_values(DecodeConfig, model, device, options), **options)
 
 

@@ -29,11 +29,12 @@ from common.telemetry.step_stats import StepStats
 from common.text.tokenizer import TextTokenizer
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, unsent_bytes
 from decode_service import messages as decode
+from decode_service.forward.drafter import Drafter
 from decode_service.handoff.receive_budget import ReceiveBudget
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.depth import Depth, depth_of
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from prefill_service import messages as prefill
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.engines import cpu_device, new_decode_engine, new_prefill_engine
@@ -103,6 +104,7 @@ class PairOptions:
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
     depth: Depth | None = None  # instead of the one that `adapts_depth` chooses
+    drafter: Drafter | None = None  # instead of the draft head
 
     @property
     def spec_info(self) -> SpecInfo:
@@ -299,7 +301,9 @@ class InProcessPair:
             max_window_tokens=options.decode_window_tokens,
             max_context_tokens=options.context_tokens,
             draft=draft,
-            depth=(options.depth or depth_of(options.spec_info, adapts=options.adapts_depth)) if draft else None,
+            depth=options.depth
+            or depth_of(options.spec_info if draft or options.drafter else NO_DRAFTS, adapts=options.adapts_depth),
+            drafter=options.drafter,
             prefix_cache=options.decode_caches,
             prefix_routing=options.prefix_routing,
             local_prefill_tokens=options.local_prefill_tokens,

@@ -9,7 +9,7 @@ import pytest
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from tests.engine.mutants.kinds import Mutant, instead_of
 
-COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu", "draft_lag", "sampling_needs")
+COLUMNS = ("req_pool_indices", "req_pool_indices_cpu", "seq_lens", "seq_lens_cpu", "sampling_needs")
 
 
 @instead_of(ScheduleBatch, "merge_batch")

@@ -4,43 +4,45 @@ empty it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.kv.pool import KvPool
 from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
+from decode_service.forward.drafter import Reading
+from decode_service.forward.eagle_drafter import HeadDrafter
 from decode_service.forward.forward_batch import ForwardBatch
+from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.mutants.kinds import instead_of
 
-
-def _lagging(batch: ForwardBatch, draft_lag: int) -> ForwardBatch:
-    return dataclasses.replace(batch, draft_lag=np.full_like(batch.draft_lag, draft_lag))
+Unread = NDArray[np.int64]
 
 
 @instead_of(DraftBacklog, "put")
 def each_step_puts_in_the_same_place(
-    put: Callable[..., None], self: DraftBacklog, batch: ForwardBatch, captured: Tensor, next_ids: Tensor
+    put: Callable[..., None], self: DraftBacklog, batch: ForwardBatch, num_unread: Unread, *of_target: Tensor
 ) -> None:
-    put(self, _lagging(batch, 0), captured, next_ids)
+    put(self, batch, np.zeros_like(num_unread), *of_target)
 
 
 def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
     """Lets the head read only the last step's tokens, and never those that earlier steps put into the backlog."""
     put, unread = DraftBacklog.put, DraftBacklog.unread
-    last: list[tuple[Tensor, Tensor]] = []
+    last: list[tuple[Tensor, ...]] = []
 
-    def noting(self: DraftBacklog, batch: ForwardBatch, captured: Tensor, next_ids: Tensor) -> None:
-        last[:] = [(captured, next_ids)]
-        put(self, batch, captured, next_ids)
+    def noting(self: DraftBacklog, batch: ForwardBatch, num_unread: Unread, *of_target: Tensor) -> None:
+        last[:] = [of_target]
+        put(self, batch, num_unread, *of_target)
 
-    def mutant(self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str) -> UnreadTokens:
-        entries = _lagging(batch, 0)
-        put(self, entries, *last[0])
-        return unread(self, entries, pool, group)
+    def mutant(self: DraftBacklog, batch: ForwardBatch, num_unread: Unread, pool: KvPool, group: str) -> UnreadTokens:
+        none = np.zeros_like(num_unread)
+        put(self, batch, none, *last[0])
+        return unread(self, batch, none, pool, group)
 
     patch.setattr(DraftBacklog, "put", noting)
     patch.setattr(DraftBacklog, "unread", mutant)
@@ -48,19 +50,31 @@ def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
 
 @instead_of(DraftBacklog, "unread")
 def every_row_is_as_far_behind(
-    unread: Callable[..., UnreadTokens], self: DraftBacklog, batch: ForwardBatch, pool: KvPool, group: str
+    unread: Callable[..., UnreadTokens],
+    self: DraftBacklog,
+    batch: ForwardBatch,
+    num_unread: Unread,
+    pool: KvPool,
+    group: str,
 ) -> UnreadTokens:
     """Treats every row's head as lagging only as much as the row whose head lags least."""
-    return unread(self, _lagging(batch, batch.draft_lag.min()), pool, group)
+    return unread(self, batch, np.full_like(num_unread, num_unread.min()), pool, group)
 
 
-def lag_is_not_reset(patch: pytest.MonkeyPatch) -> None:
-    """Keeps counting a row's head as lagging after it has read everything."""
-    patch.setattr(ForwardBatch, "draft_lag_after", property(lambda self: np.minimum(self.draft_lag + 1, 15)))
+@instead_of(HeadDrafter, "launch")
+def unread_tokens_stay_unread(launch: Callable[..., Reading], self: HeadDrafter, batch: ForwardBatch) -> Reading:
+    """Keeps counting a row's tokens as unread after the head has read everything."""
+    reading = launch(self, batch)
+    num_left = np.minimum(reading.num_unread + 1, 15)
+    self._num_unread[batch.rows] = num_left
+    return replace(reading, num_left=num_left)
 
 
-def backlog_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ForwardBatch) -> bool:
-        return not (self.spec_info is None or self.has_drafts or self.spec_info.leaves_seed)
+@instead_of(HeadDrafter, "begin")
+def a_new_request_has_unread_tokens(begin: Callable[..., None], self: HeadDrafter, starts: object) -> None:
+    """Counts the unread tokens of a row's last request as those of its next one."""
 
-    patch.setattr(ForwardBatch, "leaves_head_behind", property(mutant))
+
+@instead_of(SpecInfo, "must_catch_up")
+def backlog_has_no_end(must_catch_up: Callable[..., bool], self: SpecInfo, num_unread: Unread) -> bool:
+    return False

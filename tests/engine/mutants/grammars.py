@@ -15,8 +15,8 @@ from common.attention.backend import ForwardInput
 from common.device.stream import NOT_YET
 from common.grammar.matcher import NOT_FORCED, Mask
 from common.kv.pool import KvPool
-from decode_service.forward import eagle_worker
-from decode_service.forward.eagle_worker import EagleWorker
+from decode_service.forward import eagle_drafter
+from decode_service.forward.eagle_drafter import EagleDrafter
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.schedule import scheduler
 from decode_service.schedule.request import Request
@@ -64,27 +64,25 @@ def forced_tokens_one_too_far(
     return {req: run[1:] for req, run in forced_tokens(*args, **options).items() if run[1:]}
 
 
-@instead_of(EagleWorker, "draft_tree")
-def forced_tokens_have_twins(draft_tree: DraftOfTrees, self: EagleWorker, batch: ForwardBatch, *args: Any) -> DraftTree:
+@instead_of(EagleDrafter, "draft")
+def forced_tokens_have_twins(draft: DraftOfTrees, self: EagleDrafter, batch: ForwardBatch, *args: Any) -> DraftTree:
     """Leave the head's own draft in a tree beside the same token that a grammar forces."""
-    tree = draft_tree(self, batch, *args)
+    tree = draft(self, batch, *args)
     if batch.forced is not None:
         tree.token_ids[:, 1] = tree.token_ids[:, 0]
     return tree
 
 
-@instead_of(EagleWorker, "draft_tree")
-def forced_tokens_are_not_read(
-    draft_tree: DraftOfTrees, self: EagleWorker, batch: ForwardBatch, *args: Any
-) -> DraftTree:
+@instead_of(EagleDrafter, "draft")
+def forced_tokens_are_not_read(draft: DraftOfTrees, self: EagleDrafter, batch: ForwardBatch, *args: Any) -> DraftTree:
     """Let the head read its own drafts in a chain of which some tokens are forced."""
     if batch.forced is None:
-        return draft_tree(self, batch, *args)
-    own = draft_tree(self, replace(batch, forced=None), *args).token_ids
+        return draft(self, batch, *args)
+    own = draft(self, replace(batch, forced=None), *args).token_ids
     return DraftTree.chain(torch.where(batch.forced == NOT_FORCED, own, batch.forced))
 
 
-@instead_of(eagle_worker, "window_input")
+@instead_of(eagle_drafter, "window_input")
 def forced_branches_are_not_read(
     window_input: Callable[..., ForwardInput], batch: ForwardBatch, token_ids: Tensor, *args: Any, **options: Any
 ) -> ForwardInput:

@@ -13,7 +13,7 @@ import pytest
 
 from common.kv.pool import KvPool, RowLease
 from common.prompts.chunk_batch import Chunk
-from common.sampling.state import RowSeed
+from common.sampling.state import RowStart
 from decode_service.messages import Phase
 from decode_service.schedule import local_prefill
 from decode_service.schedule.config import DecodeConfig
@@ -52,7 +52,7 @@ def given_up_prompts_are_computed_on(patch: pytest.MonkeyPatch) -> None:
 
 def row_is_not_seeded(patch: pytest.MonkeyPatch) -> None:
     """Draws a request's first token with the sampling state of the row's last request."""
-    patch.setattr(LocalPrompt, "row_seed", property(lambda self: RowSeed(0, self.sampling, 0, (), 0)))
+    patch.setattr(LocalPrompt, "row_start", property(lambda self: RowStart(0, self.sampling, 0, (), 0)))
 
 
 def unwritten_kv_is_kept(patch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,15 @@ import pytest
 from torch import Tensor
 
 from common.prompts.chunk_batch import ChunkBatch
-from decode_service.forward.worker import PlainWorker, WorkerOutput
+from decode_service.forward.worker import Worker, WorkerOutput
 from decode_service.schedule.step import LaunchedStep, SealedStep
 from prefill_service.schedule import scheduler as prefill_scheduler
 from tests.engine.mutants.kinds import Mutant, instead_of
 
 
-@instead_of(PlainWorker, "forward")
+@instead_of(Worker, "forward")
 def tokens_dropped_at_launch(forward: Callable[..., WorkerOutput], *args: Any, **options: Any) -> WorkerOutput:
-    """Drops the `input_ids` tensor that the plain worker made for a launch."""
+    """Drops the `input_ids` tensor that the worker made for a launch without drafts."""
     return replace(forward(*args, **options), input_ids=None, kept=())
 
 

@@ -21,8 +21,7 @@ from common.device.stream import Scope
 from common.kv.row_table import ReqToTokenPool
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
-from decode_service.forward.speculative_worker import SpeculativeWorker
-from decode_service.forward.worker import OnPublish, PlainWorker, Worker, WorkerOutput
+from decode_service.forward.worker import OnPublish, Worker, WorkerOutput
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.step import EndedStep, RowResults
 from tests.engine.mutants.kinds import arguments_given, instead_of
@@ -33,7 +32,7 @@ def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     run at once.
     """
     init, stash, bootstrap = FutureMap.__init__, FutureMap.stash, FutureMap.bootstrap
-    resolve, forward = FutureMap.resolve_forward_inputs, PlainWorker.forward
+    resolve, forward = FutureMap.resolve_forward_inputs, Worker.forward
     rings: dict[int, tuple[dict[int, int], Iterator[int]]] = {}
 
     def mutant_init(self: FutureMap, **arguments: Any) -> None:
@@ -55,7 +54,7 @@ def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     def mutant_bootstrap(self: FutureMap, rows: Tensor, seq_lens: Tensor, payload: RelayPayload) -> None:
         bootstrap(self, advance(self, rows), seq_lens, payload)
 
-    def mutant_forward(self: PlainWorker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
+    def mutant_forward(self: Worker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any) -> WorkerOutput:
         rows = current(future_map, batch.req_pool_indices)
         ring = SimpleNamespace(
             resolve_forward_inputs=lambda _, with_seeds: resolve(future_map, rows, with_seeds=with_seeds)
@@ -65,7 +64,7 @@ def relay_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FutureMap, "__init__", mutant_init)
     patch.setattr(FutureMap, "stash", mutant_stash)
     patch.setattr(FutureMap, "bootstrap", mutant_bootstrap)
-    patch.setattr(PlainWorker, "forward", mutant_forward)
+    patch.setattr(Worker, "forward", mutant_forward)
 
 
 @instead_of(FutureMap, "__init__")
@@ -101,7 +100,7 @@ def fence_covers_draft_extend(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FutureMap, "stash", mutant)
 
 
-@instead_of(SpeculativeWorker, "forward")
+@instead_of(Worker, "forward")
 def published_after_draft_extend(
     forward: Callable[..., WorkerOutput], *args: Any, on_publish: OnPublish, **rest: Any
 ) -> WorkerOutput:
@@ -117,12 +116,8 @@ def only_the_device_twin_is_resolved(_: object, self: ScheduleBatch, seq_lens: T
     self.seq_lens = seq_lens
 
 
-def inputs_taken_at_launch(patch: pytest.MonkeyPatch) -> None:
-    for worker in (PlainWorker, SpeculativeWorker):
-        instead_of(worker, "forward")(_with_inputs_of_now)(patch)
-
-
-def _with_inputs_of_now(
+@instead_of(Worker, "forward")
+def inputs_taken_at_launch(
     forward: Callable[..., WorkerOutput], self: Worker, batch: ForwardBatch, *, future_map: FutureMap, **rest: Any
 ) -> WorkerOutput:
     early = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)

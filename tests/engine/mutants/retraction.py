@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from common.kv.pool import KvPool
 from common.priority import Ageing
@@ -22,7 +24,7 @@ from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.mutants.kinds import Mutant, instead_of
 
 
@@ -89,11 +91,13 @@ def output_is_left_behind(row: type[HandoffRow], **columns: Any) -> HandoffRow:
 
 
 @instead_of(scheduler, "depth_within")
-def drafts_are_never_given_up(_: object, depth: Depth | None, batch: ScheduleBatch, pool: KvPool) -> SpecInfo | None:
+def drafts_are_never_given_up(
+    _: object, depth: Depth, batch: ScheduleBatch, pool: KvPool, num_unread: NDArray[np.int64]
+) -> SpecInfo:
     """Lets a step draft at full depth even if no slots are free for the drafts."""
-    if depth is None or batch.is_empty:
-        return None
-    return depth.choose(draft_lag=batch.draft_lag, num_wanted=batch.batch_size, num_forced=batch.num_forced)
+    if batch.is_empty:
+        return NO_DRAFTS
+    return depth.choose(num_unread=num_unread, num_wanted=batch.batch_size, num_forced=batch.num_forced)
 
 
 def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:

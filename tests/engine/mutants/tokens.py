@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.device.stream import Scope, Work
 from common.sampling import operators as sampling
-from common.sampling.state import RowSeed, SamplingState
+from common.sampling.state import RowStart, SamplingState
 from decode_service.schedule.step import EndedStep, RowResults
 from tests.engine.mutants.kinds import instead_of
 from tests.support.scripted_device import ScriptedStream
@@ -59,7 +59,7 @@ def reused_row_not_reseeded(patch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
     reset = SamplingState.reset
 
-    def mutant(self: SamplingState, seeds: Sequence[RowSeed]) -> None:
+    def mutant(self: SamplingState, seeds: Sequence[RowStart]) -> None:
         if fresh := [seed for seed in seeds if seed.row not in seen]:
             reset(self, fresh)
         seen.update(seed.row for seed in seeds)

@@ -1,23 +1,120 @@
-"""EAGLE speculation. A head of one layer drafts a chain or a tree; a head of several layers drafts a chain."""
+"""Drafting with EAGLE heads. A head of one layer drafts a chain or a tree; a head of several layers drafts a chain.
+
+After each step the head reads the step's tokens with the target's hidden states (draft-extend): that writes its KV,
+and leaves the seed of the next drafts. Tokens of steps without drafts may wait in the backlog.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.draft.seed import HIDDEN_STATES, TOPK_INDEX, TOPK_P
+from common.draft.extend import NextTokens, extend_draft
+from common.draft.head import DraftHead
+from common.draft.seed import HIDDEN_STATES, TOPK_INDEX, TOPK_P, seed_columns
 from common.grammar.matcher import NOT_FORCED
+from common.kv.pool import KvPool
+from common.model.target import Target
 from common.sampling.operators import propose, propose_branches
-from decode_service.forward.forward_batch import ForwardBatch
+from common.sampling.state import NO_SAMPLING, RowStart, SamplingState
+from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
+from decode_service.forward.drafter import Drafter, Reading, Verified, forced_or
+from decode_service.forward.forward_batch import ForwardBatch, window_input
 from decode_service.forward.future_map import RelayedInputs
-from decode_service.forward.speculative_worker import SpeculativeWorker
-from decode_service.forward.worker import window_input
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
+
+
+class HeadDrafter(Drafter):
+    """The base of drafters with a draft head of the target `model`. Subclasses define `draft`.
+
+    `spec_info` is the deepest speculation that a step may have.
+    """
+
+    drafts = True
+
+    def __init__(
+        self, *, head: DraftHead, model: Target, spec_info: SpecInfo, pool: KvPool, sampling_state: SamplingState
+    ) -> None:
+        self._head = head
+        self._pool = pool
+        self._state = sampling_state
+        self._topk = spec_info.topk
+        self._num_unread = np.zeros(pool.rows.max_rows + 1, np.int64)
+        self._backlog = DraftBacklog(
+            max_rows=pool.rows.max_rows,
+            max_unread=spec_info.max_unread,
+            num_values=head.capture.num_states * model.hidden_size,
+            dtype=model.dtype,
+            torch_device=model.torch_device,
+        )
+        self.seed_columns = seed_columns(head, topk=spec_info.topk)
+
+    def begin(self, starts: Sequence[RowStart]) -> None:
+        self._num_unread[[start.row for start in starts]] = 0  # the head's KV and the seed came with the row
+
+    def num_unread(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._num_unread[rows]
+
+    def launch(self, batch: ForwardBatch) -> Reading:
+        num_unread = self._num_unread[batch.rows]
+        reads = batch.spec_info.head_reads(num_unread)
+        reading = Reading(num_unread, np.zeros_like(num_unread) if reads else num_unread + 1, computes=reads)
+        self._num_unread[batch.rows] = reading.num_left
+        return reading
+
+    def read(self, batch: ForwardBatch, reading: Reading, verified: Verified) -> Mapping[str, Tensor]:
+        """Runs the head over all tokens that it has not read, the step's own included, and writes the head's KV. If
+        `reading` leaves the step's tokens unread, it only stores them.
+
+        Returns the next step's draft seed if `batch.spec_info.leaves_seed`. Without it a one-layer head computes no
+        drafts. A head of several layers computes them nevertheless, because its layers read each other's drafts, and
+        its seed is returned.
+        """
+        assert verified.captured is not None, "the target captures what the head reads"
+        group = self._head.layer_group
+        if batch.has_drafts:
+            unread = self._accepted(batch, reading, verified, verified.captured)
+        else:
+            self._backlog.put(batch, reading.num_unread, verified.captured[:, 0], verified.tokens[:, 0])
+            if not reading.computes:
+                return {}
+            unread = self._backlog.unread(batch, reading.num_unread, self._pool, group.name)
+        num_ahead = group.num_layers - 1
+        num_seeded = batch.batch_size if batch.spec_info.leaves_seed or num_ahead else 0
+        seed = extend_draft(
+            self._head,
+            unread.window,
+            unread.captured,
+            next_tokens=NextTokens.of(unread.next_ids, unread.window, num_ahead=num_ahead),
+            last=unread.last[:num_seeded],
+            rows=batch.req_pool_indices[:num_seeded],
+            positions=(verified.new_seq_lens + 1)[:num_seeded],
+            state=self._state,
+            batch=batch.sampling if num_seeded else NO_SAMPLING,
+            topk=self._topk,
+        )
+        return seed.columns() if num_seeded else {}
+
+    def _accepted(self, batch: ForwardBatch, reading: Reading, verified: Verified, captured: Tensor) -> UnreadTokens:
+        """Returns the head's input after a step with drafts: the step's own tokens, of which `last` marks the last
+        accepted one.
+        """
+        assert not reading.num_unread.any(), "a step that drafts has seeds, and so a head that has read everything"
+        num_rows, num_tokens = verified.tokens.shape
+        starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
+        return UnreadTokens(
+            window_input(batch, verified.tokens, self._pool, self._head.layer_group.name),
+            captured.flatten(0, 1),
+            verified.tokens.flatten(),
+            starts + verified.last_places(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,45 +128,46 @@ class _ChainStep:
     drafted_positions: Tensor
 
 
-class EagleWorker(SpeculativeWorker):
-    """Speculates with a one-layer head, which is run once more for each level after the first.
+class EagleDrafter(HeadDrafter):
+    """Drafts with a one-layer head, which is run once more for each level after the first.
 
     The tokens of one level are the input that drafts the next. The KV that the head writes meanwhile is temporary:
     draft-extend, the head's forward over the accepted tokens, replaces it.
     """
 
-    def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        if spec_info.topk == 1:
-            return DraftTree.chain(self._draft_chain(batch, spec_info, inputs))
-        return self._draft_branches(batch, spec_info, inputs)
+    def draft(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:
+        if self._topk == 1:
+            return DraftTree.chain(self._draft_chain(batch, inputs))
+        return self._draft_branches(batch, inputs)
 
-    def _draft_chain(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> Tensor:
+    def _draft_chain(self, batch: ForwardBatch, inputs: RelayedInputs) -> Tensor:
         """Returns the drafts of each row, [B, steps], as token ids of the target's vocabulary.
 
         The head reads the forced tokens, so what it drafts after them goes on from there.
         """
-        if batch.forced is not None and (batch.num_forced == spec_info.num_steps).all():
+        num_steps = batch.spec_info.num_steps
+        if batch.forced is not None and (batch.num_forced == num_steps).all():
             return batch.forced
         forced = None if batch.forced is None else batch.forced.unbind(1)
         token, hidden = inputs.seeds[TOPK_INDEX][:, 0], inputs.seeds[HIDDEN_STATES]
         if forced is not None:
-            token = _forced_or(forced[0], token)
-        if spec_info.num_steps == 1:
+            token = forced_or(forced[0], token)
+        if num_steps == 1:
             return token.unsqueeze(1)
         tokens = [token]
-        for level, step in enumerate(self._chain_steps(batch, spec_info.num_steps - 1), start=1):
-            output = self._draft.step(replace(step.window, input_ids=token), hidden)
+        for level, step in enumerate(self._chain_steps(batch, num_steps - 1), start=1):
+            output = self._head.step(replace(step.window, input_ids=token), hidden)
             hidden = output.hidden
             token = propose(
                 output.logits,
-                self._draft.token_ids,
+                self._head.token_ids,
                 batch.req_pool_indices,
                 step.drafted_positions,
                 self._state,
                 batch.sampling,
             )
             if forced is not None:
-                token = _forced_or(forced[level], token)
+                token = forced_or(forced[level], token)
             tokens.append(token)
         return torch.stack(tokens, dim=1)
 
@@ -93,18 +191,18 @@ class EagleWorker(SpeculativeWorker):
                 prefix_lens=None,
                 extend_lens=None,
                 max_seq_len=before + number,
-                kv=self._pool.buffers[self._draft.layer_group.name],
+                kv=self._pool.buffers[self._head.layer_group.name],
                 logits_rows=None,
             )
             yield _ChainStep(window, drafted)
 
-    def _draft_branches(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
+    def _draft_branches(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:
         """Drafts a tree and returns it. On each level the `topk` likeliest paths continue.
 
         The tree that is returned consists of the `num_draft_tokens` likeliest of all drafts. Forced tokens have the
         probability 1, so their path is the first beam of each level.
         """
-        num_rows, topk = batch.batch_size, spec_info.topk
+        num_rows, topk, spec_info = batch.batch_size, self._topk, batch.spec_info
         device = inputs.tokens.device
         # All drafts so far, [B, C]: token, its probability multiplied by its ancestors', and its parent (-1: the root).
         ids, probs = inputs.seeds[TOPK_INDEX], inputs.seeds[TOPK_P]
@@ -123,15 +221,15 @@ class EagleWorker(SpeculativeWorker):
                 batch,
                 ids.gather(1, beams),
                 self._pool,
-                self._draft.layer_group.name,
+                self._head.layer_group.name,
                 num_before=(level - 1) * topk,
                 positions=positions,
                 tree_mask=mask,
             )
-            output = self._draft.step(step, hidden.flatten(0, 1))
+            output = self._head.step(step, hidden.flatten(0, 1))
             child_ids, child_probs = propose_branches(
                 output.logits,
-                self._draft.token_ids,
+                self._head.token_ids,
                 rows,
                 step.positions + 2,
                 self._state,
@@ -169,21 +267,15 @@ class EagleWorker(SpeculativeWorker):
         )
 
 
-class MultiLayerEagleWorker(SpeculativeWorker):
-    """Speculates with a head of several layers. Layer i drafts the i-th token of the chain.
+class MultiLayerEagleDrafter(HeadDrafter):
+    """Drafts with a head of several layers. Layer i drafts the i-th token of the chain.
 
     All drafts of a step are in the draft seed that the relay holds for it: the head made them in the step before. KV
     that a layer wrote for rejected drafts is not removed.
     """
 
-    def draft_tree(self, batch: ForwardBatch, spec_info: SpecInfo, inputs: RelayedInputs) -> DraftTree:
-        drafts = inputs.seeds[TOPK_INDEX][:, : spec_info.num_steps]
-        return DraftTree.chain(drafts if batch.forced is None else _forced_or(batch.forced, drafts))
-
-
-def _forced_or(forced: Tensor, drafts: Tensor) -> Tensor:
-    """Returns `drafts` with the forced tokens in their places, where there are any."""
-    return torch.where(forced == NOT_FORCED, drafts, forced)
+    def draft(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:
+        return DraftTree.chain(inputs.seeds[TOPK_INDEX][:, : batch.spec_info.num_steps])
 
 
 def _forced_first(forced: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

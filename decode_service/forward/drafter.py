@@ -1,0 +1,106 @@
+"""The seam of drafting. A Drafter proposes tokens, and the worker verifies them.
+
+worker:   resolve ─▶ draft ──────▶ verify ─▶ publish ─▶ read
+drafter:             proposes                           learns what the step committed, and leaves seeds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.grammar.matcher import NOT_FORCED
+from common.kv.layer_group import SeedColumnSpec
+from common.sampling.state import RowStart
+from decode_service.forward.forward_batch import ForwardBatch
+from decode_service.forward.future_map import RelayedInputs
+from decode_service.speculate.draft_tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The target's results at W nodes of each entry, of which only the first `accept_lens` [B] are accepted.
+
+    The first node is the entry's last committed token, which is always accepted; the others are drafts. `tokens`
+    [B, W] are the tokens that the target drew after each node. `new_seq_lens` [B] are the entries' lengths with the
+    accepted tokens. `captured` [B, W, states * H] are the target's hidden states at the nodes (several of size H for
+    each), None if the target captures none.
+    """
+
+    tokens: Tensor
+    accept_lens: Tensor
+    new_seq_lens: Tensor
+    captured: Tensor | None
+
+    def last_places(self) -> Tensor:
+        """Returns the node, [B], of each entry's last accepted token.
+
+        Only the device knows `accept_lens`, and an impossible number may be among them: the host checks them later and
+        fails the row. It is clamped here, so that it indexes the row's own nodes.
+        """
+        return self.accept_lens.clamp(1, self.tokens.shape[1]) - 1
+
+    def last_tokens(self) -> Tensor:
+        """Returns the last committed token of each entry, [B], whose KV is not computed yet."""
+        if self.tokens.shape[1] == 1:
+            return self.tokens[:, 0]
+        return self.tokens.gather(1, self.last_places().unsqueeze(1)).squeeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How far a drafter has read the rows of a step. A token is read when the drafter can draft what follows it.
+
+    `num_unread` [B] are each row's unread tokens before the step, and `num_left` [B] those after it. If `computes`,
+    reading takes a forward, which runs after the step's lengths are published.
+    """
+
+    num_unread: NDArray[np.int64]
+    num_left: NDArray[np.int64]
+    computes: bool = False
+
+
+class Drafter:
+    """Proposes the drafts of each step. This base never drafts; subclasses that do set `drafts`.
+
+    `begin`, `num_unread` and `launch` are called by the engine's thread, and concern the rows as they will be when all
+    launched steps have run. `draft` and `read` run on the forward stream, in the order of the steps. `seed_columns` are
+    what `read` leaves for the next step's `draft`; the prefill service hands over the first of them.
+    """
+
+    drafts = False
+    seed_columns: tuple[SeedColumnSpec, ...] = ()
+
+    def begin(self, starts: Sequence[RowStart]) -> None:
+        """Learns which requests enter which rows, and their tokens so far. No launched step runs these rows."""
+
+    def num_unread(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of unread tokens of each of `rows` [B]."""
+        return np.zeros_like(rows)
+
+    def launch(self, batch: ForwardBatch) -> Reading:
+        """Notes that `batch` is being launched. Returns what its steps of `draft` and `read` will do."""
+        none = np.zeros_like(batch.rows)
+        return Reading(none, none)
+
+    def draft(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:
+        """Returns the drafts of a step, as many as `batch.spec_info` says, each a token of the target's vocabulary.
+
+        Forced tokens take the place of a chain's drafts afterwards, so only a drafter of trees, or one that continues
+        after them, needs to look at `batch.forced`.
+        """
+        raise NotImplementedError
+
+    def read(self, batch: ForwardBatch, reading: Reading, verified: Verified) -> Mapping[str, Tensor]:
+        """Learns the step's tokens. Returns the seeds for the next step, as columns [B, ...] by name."""
+        return {}
+
+
+def forced_or(forced: Tensor, drafts: Tensor) -> Tensor:
+    """Returns `drafts` with the forced tokens in their places, where there are any."""
+    return torch.where(forced == NOT_FORCED, drafts, forced)
