@@ -20,7 +20,7 @@ from common.kv.pool import KvPool, RowLease
 from common.prompts.scores import Scores
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.sampling.state import SamplingBatch
+from common.sampling.state import RowStart, SamplingBatch
 
 
 class ChunkedPrompt(Protocol):
@@ -40,11 +40,13 @@ class ChunkedPrompt(Protocol):
     @property
     def sampling(self) -> ResolvedSampling: ...
 
-    @property
-    def num_launched_tokens(self) -> int: ...
+    num_launched_tokens: int
 
     @property
     def prompt_len(self) -> int: ...
+
+    @property
+    def row_start(self) -> RowStart: ...
 
     @property
     def matcher(self) -> Matcher | None: ...
@@ -69,6 +71,11 @@ class Chunk(Generic[PromptT]):
     def num_attended(self) -> int:
         """The number of tokens attended to, summed over the chunk's tokens. Each attends to itself and all before."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing of the prompt was computed before, since it got its row."""
+        return self.prompt.lease is not None and self.start == self.prompt.lease.num_cached
 
     @property
     def is_last(self) -> bool:

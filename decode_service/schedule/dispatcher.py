@@ -1,4 +1,4 @@
-"""Hands waiting requests to prefill replicas: chooses a replica, reserves a row, and handles lost handoffs.
+"""Hands waiting requests to prefill replicas: carries out what the policy decides, and handles lost handoffs.
 
 waiting ──reserve──▶ StartHandoff ──frames──▶ landing zone ──▶ ready
    ▲                                   │
@@ -11,11 +11,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from common.errors import BatonError, ContextExceeded, EngineFault, PrefillUnavailable
-from common.kv.pool import CacheKey, KvPool, RowLease
-from common.prompts.awaited_kv import AwaitedKv, awaited_kv
+from common.errors import BatonError, EngineFault, PrefillUnavailable
+from common.kv.pool import KvPool, RowLease
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.messages import (
@@ -29,6 +28,7 @@ from decode_service.messages import (
     StartHandoff,
 )
 from decode_service.schedule.config import DecodeConfig
+from decode_service.schedule.handoff_policy import HandoffPolicy, Later, Need, NoReplica, Spared, Start
 from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, Scored
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill
@@ -37,67 +37,38 @@ from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
 from decode_service.schedule.waiting_queue import WaitingQueue
 
-_WORTH_HOME = 4
-"""A prompt that is not short is computed here only if every replica lacks so many times as many of its tokens as this
-service, because here it delays the running rows.
-"""
-
 _LOOK_INTERVAL_S = 1.0
 """The longest time between two looks at the waiting queue. A change that may let a request start is seen at once in
 most cases, and otherwise after this time.
 """
 
 
-@dataclass(slots=True)
-class _Spared:
-    """The rows and slots that are kept free for requests that were refused or wait for KV. Requests that come after
-    these in turn do not get them.
-    """
-
-    num_rows: int = 0
-    num_tokens: int = 0
-
-    def add(self, num_tokens: int) -> None:
-        """Keeps one more row free, with `num_tokens` slots of its own."""
-        self.num_rows += 1
-        self.num_tokens += num_tokens
-
-
 @dataclass(frozen=True, slots=True)
-class Short:
-    """A waiting request that lacks a row or slots. Of its `num_tokens` tokens those need none that the prefix
-    cache has for `key`; `is_received` says whether the others come from a replica. `num_spared_rows` rows and
-    `num_spared` slots must be left after it.
+class _Look:
+    """What is kept of a look at the waiting queue: when it was, whether a request was short of slots, the counts of
+    `changes` that it knew, and the time `again_s` at which the queue is looked at even if nothing has changed.
     """
 
-    req: Request
-    num_tokens: int
-    key: CacheKey | None
-    is_received: bool
-    num_spared_rows: int
-    num_spared: int
+    at_s: float = -math.inf
+    was_short: bool = False
+    changes: tuple[int, ...] | None = None
+    again_s: float = 0.0
 
 
 class PrefillDispatcher:
-    """Hands waiting requests to prefill replicas and handles the results. Only the engine thread calls it.
+    """Hands waiting requests to prefill replicas, as the policy decides, and handles the results. Only the engine
+    thread calls it.
 
-    `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_attempts`
-    consecutive lost handoffs. It also fails when for `unavailable_timeout_s` no replica was ready, all were too small
-    for its tokens, or all refused it; waiting for slots or for KV does not count. It fails at once if all replicas are
+    `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_handoff_attempts`
+    consecutive lost handoffs. It also fails when for `prefill_timeout_s` no replica was ready, all were too small for
+    its tokens, or all refused it; waiting for slots or for KV does not count. It fails at once if all replicas are
     ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
-    come. A refused request is retried after at most `unavailable_timeout_s`, even if the replica asks for a longer
-    wait. If a request was refused or waits for KV, none after it in turn gets the row and the slots that it will need.
-    After `hand_off` `short` has the requests for which others may give way: the first in turn that lacks a row or
-    slots, after which none started, and then the first of each client, to which its other tenants may owe some.
+    come. A refused request is retried after at most `prefill_timeout_s`, even if the replica asks for a longer wait. If
+    a request was refused or waits for KV, none after it in turn gets the row and the slots that it will need.
 
-    A request waits while much of its KV is on its way for another one. Then it gets a row that shares that KV, and asks
-    for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to no replica: `local`
-    computes it. Unless that number is 0, `local` also computes longer requests of which every replica lacks much more
-    than this service, one at a time.
-
-    With `prefill_fallback` no request fails because no replica is ready. Shortly after the last replica has stopped
-    being ready, `is_degraded` becomes True: `local` computes every request, at most one long one at a time, until a
-    replica is ready again. DegradedChanged is posted when that begins and ends.
+    After `hand_off` `short` has what those requests need for which others may give way: the first in turn that lacks a
+    row or slots, after which none started, and then the first of each client, to which its other tenants may owe some.
+    DegradedChanged is posted when this service begins and ends to compute prompts of any length.
     """
 
     def __init__(
@@ -125,12 +96,10 @@ class PrefillDispatcher:
         self._shares = waiting.shares
         self._lives = lives
         self._replicas = replicas
+        self._policy = HandoffPolicy(config, pool=pool, local=local, replicas=replicas, bringing_kv=lives.bringing_kv)
         self._is_degraded = False
-        self._looked_s = -math.inf  # when the queue was looked at last
-        self._was_short_of_slots = False  # at that look
-        self.short: list[Short] = []
-        self._seen: tuple[int, ...] | None = None  # the changes that the last look at the queue knew
-        self._look_again_s = 0.0  # when the queue is looked at even if nothing has changed
+        self._last_look = _Look()
+        self.short: list[Need] = []
         self._call_numbers = itertools.count()
         self.num_row_retries = 0
         self.held_bytes = 0  # KV that was not sent for rows that have landed, because it was here
@@ -149,19 +118,9 @@ class PrefillDispatcher:
         """Whether the last `hand_off` let requests of any length be computed here, because no replica is ready."""
         return self._is_degraded
 
-    @property
-    def _degraded_from_s(self) -> float:
-        """The time, by the engine's clock, from which requests of any length are computed here, if no replica gets
-        ready before. It is infinite if a replica is ready, or if the service computes only short prompts itself.
-        """
-        since_s = self._replicas.none_ready_since_s
-        if since_s is None or not self._config.prefill_fallback:
-            return math.inf
-        return since_s + self._config.fallback_after_s
-
     def update_replicas(self, changed: ReplicasChanged) -> None:
         self._replicas.update(changed, self._clock(), num_outstanding=self._landing.uncomputed_tokens())
-        self._seen = None
+        self._last_look = replace(self._last_look, changes=None)
 
     def take_frame(self, call_id: str, frame: Frame) -> None:
         """Applies one frame of a call.
@@ -202,7 +161,11 @@ class PrefillDispatcher:
         now_s = self._clock()
         for row in lost:
             req = row.req
-            if not row.is_retryable or self._is_given_up(req, row, now_s):
+            if not row.is_refusal:
+                req.num_failures += 1
+            elif req.refused_since_s is None and self._policy.degraded_from_s == math.inf:
+                req.refused_since_s = now_s
+            if self._policy.is_given_up(row, now_s):
                 self._fail(req, row.error)
                 continue
             self.num_row_retries += 1
@@ -238,82 +201,100 @@ class PrefillDispatcher:
     def hand_off(self) -> None:
         """Reserves rows for waiting requests in turn and starts the calls to replicas.
 
-        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows. The method looks through the
-        queue only if something has changed that may let a request start or fail, or if it has not done so for a while.
-        So a long queue costs most steps nothing.
+        The method looks through the queue only if something has changed that may let a request start or fail, or if it
+        has not done so for a while. So a long queue costs most steps nothing.
         """
         now_s = self._clock()
         self._update_degraded(now_s)
         self.short = []
         if not self._waiting:
-            self._was_short_of_slots = False
+            self._last_look = replace(self._last_look, was_short=False)
             self._shares.rest()
             return
-        if self._seen == self._changes() and now_s < self._look_again_s:
+        if self._last_look.changes == self._changes() and now_s < self._last_look.again_s:
             return
         self._excuse_waiting(now_s)
         self._shares.look(self._lives.holding, now_s)
-        by_replica: dict[str, list[Request]] = {}
-        spared = _Spared()
-        num_outstanding: Counter[str] | None = None
-        for req in self._waiting.in_turn(now_s):
-            if req.not_before_s > now_s:
-                spared.add(len(req.token_ids))
-                continue
-            if req.awaited is not None and not req.awaited.is_over:
-                spared.add(len(req.token_ids) - req.awaited.num_tokens)
-                continue
-            candidates: Sequence[Replica] = ()
-            if not (stays_home := self._stays_home(req)):
-                candidates = self._replicas.candidates(avoid=req.avoid_replica, num_tokens=len(req.token_ids))
-                if not candidates:
-                    if not self._may_start_later:
-                        break
-                    continue
-            if (awaited := self._begin_to_wait(req, stays_home=stays_home)) is not None:
-                spared.add(len(req.token_ids) - awaited.num_tokens)
-                continue
-            lease = self._reserve(req, spared, stays_home=stays_home)
-            if isinstance(lease, Short):
-                self.short.append(lease)
-                break
-            if stays_home:
-                self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
-                req.found_cached(lease.num_cached)
-                continue
-            num_outstanding = self._landing.uncomputed_tokens() if num_outstanding is None else num_outstanding
-            route = self._replicas.route(
-                candidates,
-                req.cache_key,
-                uses_cached=not req.is_scored,
-                num_tokens=len(req.token_ids),
-                num_outstanding=num_outstanding,
-            )
-            num_outstanding[route.replica] += route.num_uncomputed
-            self.num_expected_cached += route.num_cached
-            req.num_uncomputed_tokens = route.num_uncomputed
-            self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=route.replica)
-            by_replica.setdefault(route.replica, []).append(req)
-        for replica, reqs in by_replica.items():
-            for start in range(0, len(reqs), MAX_CALL_ROWS):
-                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
+        spared = self._start_in_turn(now_s)
         if self.short:
             self.short += [
-                self._lack(req, spared, stays_home=self._stays_home(req))
+                self._policy.need_of(req, spared, stays_home=self._policy.stays_home(req, now_s))
                 for req in self._waiting.first_of_each_client(now_s)
                 if req is not self.short[0].req and req.not_before_s <= now_s and req.awaited is None
             ]
-        self._looked_s, self._was_short_of_slots = now_s, bool(self.short)
-        self._seen = self._changes()  # those who fail now may leave room to others
-        self._look_again_s = min(self._fail_overdue(now_s), now_s + _LOOK_INTERVAL_S)
-        for short in self.short:
-            if now_s < (reclaim_s := short.req.since_s + self._config.reclaim_after_s):
-                self._look_again_s = min(self._look_again_s, reclaim_s)
-        if self._degraded_from_s > now_s:
-            self._look_again_s = min(self._look_again_s, self._degraded_from_s)
+        changes = self._changes()  # those who fail now may leave room to others
+        reclaims_s = [need.req.since_s + self._config.reclaim_after_s for need in self.short]
+        times_s = [now_s + _LOOK_INTERVAL_S, self._fail_overdue(now_s)]
+        times_s += [each_s for each_s in (*reclaims_s, self._policy.degraded_from_s) if each_s > now_s]
+        self._last_look = _Look(now_s, bool(self.short), changes, min(times_s))
+
+    def _start_in_turn(self, now_s: float) -> Spared:
+        """Starts waiting requests until one lacks a row or slots, which becomes `short`. Returns what is spared for the
+        others.
+
+        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows.
+        """
+        by_replica: dict[str, list[Request]] = {}
+        spared = Spared()
+        num_outstanding: Counter[str] | None = None
+        for req in self._waiting.in_turn(now_s):
+            match self._policy.decide(req, spared, now_s):
+                case Later(num_tokens, awaited):
+                    req.awaited = awaited
+                    spared = spared.and_row(num_tokens)
+                case NoReplica(is_for_all):
+                    if is_for_all:
+                        break
+                case Start(need, candidates):
+                    req.awaited = None
+                    if (lease := self._reserve(need)) is None:
+                        self.short.append(need)
+                        break
+                    if not candidates:
+                        self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
+                        req.found_cached(lease.num_cached)
+                        continue
+                    if num_outstanding is None:
+                        num_outstanding = self._landing.uncomputed_tokens()
+                    replica = self._send(req, candidates, num_outstanding)
+                    self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=replica)
+                    by_replica.setdefault(replica, []).append(req)
+        for replica, reqs in by_replica.items():
+            for start in range(0, len(reqs), MAX_CALL_ROWS):
+                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
+        return spared
+
+    def _reserve(self, need: Need) -> RowLease | None:
+        """Reserves a row with slots for the KV that the request will have here. Returns None if it lacks something."""
+        if self._pool.num_free_rows <= need.num_spared_rows:
+            return None
+        return self._pool.reserve(
+            need.num_tokens,
+            key=need.req.cache_key if need.num_tokens else None,
+            uses_cached=need.key is not None,
+            num_spared=need.num_spared,
+            is_received=need.is_received,
+        )
+
+    def _send(self, req: Request, candidates: Sequence[Replica], num_outstanding: Counter[str]) -> str:
+        """Chooses the replica for a request and returns its address. Counts the request's tokens in `num_outstanding`,
+        which has those that each replica is to compute for this service.
+        """
+        route = self._replicas.route(
+            candidates,
+            req.cache_key,
+            uses_cached=not req.is_scored,
+            num_tokens=len(req.token_ids),
+            num_outstanding=num_outstanding,
+        )
+        self._replicas.add(route.replica, req.cache_key)
+        num_outstanding[route.replica] += route.num_uncomputed
+        self.num_expected_cached += route.num_cached
+        req.num_uncomputed_tokens = route.num_uncomputed
+        return route.replica
 
     def _update_degraded(self, now_s: float) -> None:
-        was_degraded, self._is_degraded = self._is_degraded, self._degraded_from_s <= now_s
+        was_degraded, self._is_degraded = self._is_degraded, self._policy.is_degraded(now_s)
         if self._is_degraded and not was_degraded:
             self._post(DegradedChanged(True, self._replicas.causes))
         elif was_degraded and not self._is_degraded:
@@ -329,52 +310,6 @@ class PrefillDispatcher:
         local = self._local
         return self._waiting.num_changes, self._pool.num_changes, local.num_short_left, local.has_long
 
-    def _stays_home(self, req: Request) -> bool:
-        """Returns whether this service computes the request's prompt itself, instead of handing it to a replica.
-
-        It does if little of the prompt is left to compute, together with what is left of the short prompts that it
-        computes already: so a burst of them does not hold up the running rows. It computes at most one longer prompt at
-        a time: any, if no replica is ready; else one of which every replica would have to compute several times as many
-        tokens. That is so after a long turn of a chat whose short turns were computed here, because their KV is in no
-        replica's cache.
-        """
-        if not (self._config.local_prefill_tokens or self.is_degraded):
-            return False
-        num_tokens = len(req.token_ids)
-        num_left = num_tokens - self._pool.num_cached(req.usable_key)
-        if num_left + self._local.num_short_left <= self._max_short_tokens:
-            return True
-        if self._local.has_long:
-            return False
-        if self.is_degraded:
-            return True
-        most_there = _WORTH_HOME * num_left
-        return most_there <= num_tokens and most_there <= self._replicas.least_uncomputed(
-            self._replicas.candidates(avoid=req.avoid_replica, num_tokens=num_tokens), req.usable_key, num_tokens
-        )
-
-    @property
-    def _max_short_tokens(self) -> int:
-        """The most tokens that all short prompts computed here may have left, together."""
-        return self._local.max_chunk_tokens if self.is_degraded else self._config.local_prefill_tokens
-
-    def _begin_to_wait(self, req: Request, *, stays_home: bool) -> AwaitedKv | None:
-        """Makes the request wait if much of its KV is on its way for another request. Returns the KV that it waits for,
-        or None if it does not wait. `stays_home` means that this service computes the prompt itself.
-        """
-        req.awaited = None
-        if self._pool.num_free_rows:
-            is_received = req.needs_kv and not stays_home
-            req.awaited = awaited_kv(self._pool, req.usable_key, self._lives.bringing_kv, is_received=is_received)
-        return req.awaited
-
-    @property
-    def _may_start_later(self) -> bool:
-        """Whether a request later in turn may start although no replica takes an earlier one, because the later one is
-        shorter.
-        """
-        return self._replicas.none_ready_since_s is None or self._local.num_short_left < self._max_short_tokens
-
     def _held_bytes(self, req: Request) -> int:
         """Returns the size of the KV that was not sent for a request, because it was here."""
         if not req.needs_kv:
@@ -384,33 +319,6 @@ class PrefillDispatcher:
             group.token_bytes * max(0, req.num_unsent(name) - self._pool.first_kept(name, num_tokens))
             for name, group in self._pool.groups.items()
         )
-
-    def _reserve(self, req: Request, spared: _Spared, *, stays_home: bool) -> RowLease | Short:
-        """Reserves a row for `req`, with slots for the KV that it will have here, or returns what it lacks.
-
-        Rows and slots that are `spared` do not count as free, nor do some slots for each row in use. `stays_home` means
-        that this service computes the prompt itself.
-        """
-        lack = self._lack(req, spared, stays_home=stays_home)
-        if self._pool.num_free_rows <= spared.num_rows:
-            return lack
-        lease = self._pool.reserve(
-            lack.num_tokens,
-            key=req.cache_key if lack.num_tokens else None,
-            uses_cached=not (stays_home and req.is_scored),
-            num_spared=lack.num_spared,
-            is_received=lack.is_received,
-        )
-        return lack if lease is None else lease
-
-    def _lack(self, req: Request, spared: _Spared, *, stays_home: bool) -> Short:
-        num_others = self._pool.rows.max_rows - self._pool.num_free_rows + spared.num_rows
-        num_spared = spared.num_tokens
-        if num_others:
-            num_spared += (num_others + 1) * self._config.headroom_tokens
-        num_tokens = len(req.token_ids) if req.needs_kv or stays_home else 0
-        key = None if not num_tokens or (stays_home and req.is_scored) else req.cache_key
-        return Short(req, num_tokens, key, not stays_home and num_tokens > 0, spared.num_rows, num_spared)
 
     def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
         call_id = f"call-{next(self._call_numbers)}"
@@ -438,23 +346,15 @@ class PrefillDispatcher:
         self._post(StartHandoff(call_id, replica, tuple(rows)))
 
     def _excuse_waiting(self, now_s: float) -> None:
-        """Extends the waiting limit of refused requests by the time for which they waited for this service's slots, or
-        for KV that is on its way for another request.
-
-        That is the time since the last look at the queue, if at that look slots were too few or the KV had not come. A
-        request that is too long for every replica gets no extension, because it waits for neither.
-        """
+        """Extends the waiting limit of refused requests by the time for which they waited for something else."""
+        last = self._last_look
         for req in self._waiting:
-            if req.refused_since_s is None or req.not_before_s > now_s:
-                continue
-            if not self._was_short_of_slots and req.awaited is None:
-                continue
-            if self._replicas.too_long_error(len(req.token_ids)) is None:
-                req.refused_since_s += now_s - max(self._looked_s, req.not_before_s, req.since_s)
+            if req.refused_since_s is not None and self._policy.is_excused(req, now_s, was_short=last.was_short):
+                req.refused_since_s += now_s - max(last.at_s, req.not_before_s, req.since_s)
 
     def _fail_overdue(self, now_s: float) -> float:
         """Fails the waiting requests that no replica takes in time, because none is ready or the request is too long
-        for each.
+        for each, which counts as a refusal.
 
         Returns when the next one may fail, or may be retried after a refusal, by the engine's clock.
         """
@@ -462,51 +362,16 @@ class PrefillDispatcher:
         for req in self._waiting:
             if req.not_before_s > now_s:
                 next_s = min(next_s, req.not_before_s)
-            if (failure := self._failure_of(req, now_s)) is None:
+            if (failure := self._policy.failure_of(req, now_s)) is None:
                 continue
+            if self._replicas.none_ready_since_s is None and req.refused_since_s is None:
+                req.refused_since_s = now_s
             error, limit_s = failure
             if limit_s <= now_s:
                 self._fail(req, error)
             else:
                 next_s = min(next_s, limit_s)
         return next_s
-
-    def _failure_of(self, req: Request, now_s: float) -> tuple[BatonError, float] | None:
-        """Returns the error with which the request fails if the replicas stay as they are, and when, by the engine's
-        clock.
-
-        Returns None if the request does not fail. The time is now if waiting cannot help.
-        """
-        if self._degraded_from_s < math.inf:
-            return None
-        if (since_s := self._replicas.none_ready_since_s) is not None:
-            limit_s = max(since_s, req.since_s) + self._config.prefill_timeout_s
-            return self._replicas.unavailable_error(), now_s if self._replicas.are_hopeless else limit_s
-        error = self._replicas.too_long_error(len(req.token_ids))
-        if error is None:
-            return None
-        return error, now_s if isinstance(error, ContextExceeded) else self._refusal_limit_s(req, now_s)
-
-    def _is_given_up(self, req: Request, row: LostRow, now_s: float) -> bool:
-        """Returns whether the request should fail instead of being retried.
-
-        Lost handoffs are limited by their number, which is counted here. Refusals are limited by time, because a full
-        or stopping replica refuses at once.
-        """
-        if not row.is_refusal:
-            req.num_failures += 1
-            return req.num_failures >= self._config.max_handoff_attempts
-        return self._degraded_from_s == math.inf and self._refusal_limit_s(req, now_s) <= now_s
-
-    def _refusal_limit_s(self, req: Request, now_s: float) -> float:
-        """Returns when no replica will have taken the request for `unavailable_timeout_s`.
-
-        That time begins when this function is first asked about the request: after its first refusal, or when it is
-        first seen to be too long for the ready replicas.
-        """
-        if req.refused_since_s is None:
-            req.refused_since_s = now_s
-        return req.refused_since_s + self._config.prefill_timeout_s
 
 
 def _time_left_ms(seconds: float) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from common.engine.phases import PhaseRule
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.priority import Ageing
 from decode_service.messages import CancelHandoffRows, Event, Phase, PhaseBegan, Submit
@@ -40,29 +41,28 @@ class Place(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """The rule of one phase: where the request is, the state of its lease, and the phases that may follow.
+class RequestRule(PhaseRule[Phase]):
+    """The rule of one phase of a request, which is at `place` then.
 
-    The request is at `place`, and the lease of its pool row is in state `lease`; None means that it holds no row. One
-    of the phases in `following` comes next. The time spent in the phase is added to the field of Timings that `seconds`
-    names, or to none if it is empty. If `is_announced`, traced requests post PhaseBegan.
+    The time spent in the phase is added to the field of Timings that `seconds` names, or to none if it is empty. If
+    `is_announced`, traced requests post PhaseBegan.
     """
 
-    place: Place
-    lease: LeaseState | None
-    seconds: str
-    following: frozenset[Phase]
+    place: Place = Place.NOWHERE
+    seconds: str = ""
     is_announced: bool = True
 
 
 _ENDS = (Phase.DELIVERY, Phase.ENDED)
 
 
-def _rule(place: Place, lease: LeaseState | None, seconds: str, *following: Phase, is_announced: bool = True) -> Rule:
-    return Rule(place, lease, seconds, frozenset((*following, *_ENDS)), is_announced)
+def _rule(
+    place: Place, lease: LeaseState | None, seconds: str, *following: Phase, is_announced: bool = True
+) -> RequestRule:
+    return RequestRule(lease, frozenset((*following, *_ENDS)), place, seconds, is_announced)
 
 
-RULES: Mapping[Phase, Rule] = {
+RULES: Mapping[Phase, RequestRule] = {
     Phase.QUEUE: _rule(Place.WAITING, None, "queue_s", Phase.PREFILL, Phase.LOCAL_PREFILL),
     Phase.LOCAL_PREFILL: _rule(Place.LOCAL, LeaseState.RUNNING, "prefill_s", Phase.BOOTSTRAP, Phase.QUEUE),
     Phase.PREFILL: _rule(Place.LANDING, LeaseState.RESERVED, "prefill_s", Phase.RECEIVING, Phase.TRANSFER, Phase.QUEUE),
@@ -76,8 +76,8 @@ RULES: Mapping[Phase, Rule] = {
     ),
     Phase.DECODE: _rule(Place.ROWS, LeaseState.RUNNING, "decode_s", Phase.RETRACTING, Phase.QUEUE),
     Phase.RETRACTING: _rule(Place.ROWS, LeaseState.RUNNING, "decode_s", Phase.QUEUE, is_announced=False),
-    Phase.DELIVERY: Rule(Place.NOWHERE, None, "", frozenset()),
-    Phase.ENDED: Rule(Place.NOWHERE, None, "", frozenset(), is_announced=False),
+    Phase.DELIVERY: RequestRule(None, frozenset()),
+    Phase.ENDED: RequestRule(None, frozenset(), is_announced=False),
 }
 
 
@@ -141,7 +141,7 @@ class Lives:
         explains them. Raises AssertionError if `phase` cannot follow the request's current one.
         """
         before, after = RULES[req.phase], RULES[phase]
-        assert phase in before.following, f"{req.request_id}: {phase} does not follow {req.phase}"
+        before.check_followed_by(phase, who=f"{req.request_id} in {req.phase}")
         at_s = self._clock() if at_s is None else at_s
         req.spend(before.seconds, until_s=at_s)
         if after.place is not before.place:
@@ -153,11 +153,7 @@ class Lives:
             req.lease = lease
             self.holding[req] = None
         req.phase = phase
-        if after.lease is not None:
-            assert req.lease is not None, f"{req.request_id} holds no row in {phase}"
-            req.lease.state = after.lease
-        elif req.lease is not None:
-            self._pool.release(req.lease)
+        if not after.settle(req.lease, self._pool, who=f"{req.request_id} in {phase}") and req.lease is not None:
             req.lease = None
             del self.holding[req]
         if req.brings_kv:

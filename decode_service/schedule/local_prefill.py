@@ -10,27 +10,20 @@ ready request joins the running batch like one whose KV has landed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.device.cell import Cell
 from common.device.errors import PieceFailed
-from common.device.stream import Event, Scope, Stream, raise_if_device_failed
-from common.draft.seed import column_to_numpy
+from common.device.stream import Stream
 from common.engine.parts import EngineParts
-from common.errors import EngineFault
+from common.errors import error_for_row_failure
 from common.grammar.matcher import Matcher
 from common.kv.pool import KvPool, RowLease
-from common.prompts.chunk_batch import ChunkBatch, cut_chunks
-from common.prompts.scores import max_scored_tokens
-from common.prompts.worker import Computed, PromptWorker
-from common.sampling.logprobs import unpack_logprobs
+from common.prompts.computing import ChunksInFlight, FailedPrompt, FirstTokens, PromptChunks
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.sampling.state import RowStart, SamplingState
-from common.wire.handoff import PrebuiltBatch
 from decode_service.schedule.request import LostRow, Request
 from decode_service.schedule.schedule_batch import ReadyRows
 
@@ -69,13 +62,6 @@ class LocalPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
-    batch: ChunkBatch[LocalPrompt]
-    computed: Cell[Computed]
-    end: Event
-
-
-@dataclass(frozen=True, slots=True)
 class Collected:
     """The outcome of the chunks that have ended: log-probabilities of prompts, the requests that are ready now, and
     those whose forward failed.
@@ -108,20 +94,19 @@ class LocalPrefill:
         """Creates it without prompts. `stream` is the forward stream of the decode steps, and `draft_topk` the number
         of first drafts in a draft seed.
         """
-        self._pool = pool
-        self._device = parts.device
-        self._stream = stream
-        self._sampling_state = sampling_state
-        self._layer_group = parts.model.layer_group.name
-        self._num_draft_layers = max(parts.num_draft_layers, 1)
-        self.max_chunk_tokens = max(max_chunk_tokens, self._num_draft_layers)
-        self._max_scored_tokens = max(max_scored_tokens(parts.model.vocab_size), self._num_draft_layers)
-        self._worker = PromptWorker(
-            parts, draft_topk=draft_topk, pool=pool, sampling_state=sampling_state, stream=stream
+        self._chunks = PromptChunks[LocalPrompt](
+            parts,
+            name="local prefill",
+            pool=pool,
+            sampling_state=sampling_state,
+            stream=stream,
+            draft_topk=draft_topk,
+            chunk_tokens=max_chunk_tokens,
+            max_batch_tokens=max_chunk_tokens,
         )
+        self.max_chunk_tokens = self._chunks.chunk_tokens
         self._prompts: dict[Request, LocalPrompt] = {}
-        self._in_flight: _Launched | None = None
-        self._num_launched = 0
+        self._in_flight: ChunksInFlight[LocalPrompt] | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -155,32 +140,10 @@ class LocalPrefill:
         """Launches the next chunks, if none are in flight. Returns whether it did."""
         if self._in_flight is not None or not self._prompts:
             return False
-        chunks = cut_chunks(
-            list(self._prompts.values()),
-            chunk_tokens=self.max_chunk_tokens,
-            max_batch_tokens=self.max_chunk_tokens,
-            max_scored_tokens=self._max_scored_tokens,
-            min_last_tokens=self._num_draft_layers,
-        )
-        batch = ChunkBatch.of(
-            chunks,
-            pool=self._pool,
-            layer_group=self._layer_group,
-            vocab_size=self._sampling_state.vocab_size,
-            num_draft_layers=self._num_draft_layers,
-        )
-        scope = Scope(f"local prefill {self._num_launched}")
-        self._num_launched += 1
-        self._stream.wait(self._device.schedule_stream.record())
-        if begun := [chunk.prompt.row_start for chunk in chunks if chunk.start == chunk.prompt.lease.num_cached]:
-            self._stream.enqueue(partial(self._sampling_state.reset, begun), scope)
-        launched = self._worker.forward(batch, scope)
-        end = self._stream.record(scope)
+        chunks = self._chunks.cut(list(self._prompts.values()))
+        self._in_flight = self._chunks.launch(chunks)
         for chunk in chunks:
-            chunk.prompt.lease.use_until(end, self._stream)
-            chunk.prompt.num_launched_tokens = chunk.stop
             self._prompts[chunk.prompt.req] = self._prompts.pop(chunk.prompt.req)
-        self._in_flight = _Launched(batch, launched.computed, end)
         return True
 
     def await_chunks(self, timeout_s: float) -> None:
@@ -201,55 +164,26 @@ class LocalPrefill:
         """Returns the outcome of the chunks that have ended since the last call. Raises the error of a failed device or
         stream.
         """
-        launched = self._in_flight
-        if launched is None or not launched.end.is_done():
+        in_flight = self._in_flight
+        if in_flight is None or not in_flight.end.is_done():
             return Collected()
         self._in_flight = None
-        raise_if_device_failed(launched.end)
-        chunks = [chunk for chunk in launched.batch.chunks if self._is_wanted(chunk.prompt)]
-        if (failure := launched.end.error) is not None:
-            error = EngineFault(f"a prefill step failed: {failure}")
-            return Collected(lost=tuple(LostRow(chunk.prompt.req, error, is_retryable=True) for chunk in chunks))
-        for chunk in chunks:
-            self._pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
-            self._pool.leave_behind(np.array([chunk.prompt.lease.row]), np.array([chunk.stop]))
-        scored: tuple[tuple[Request, PromptLogprobs], ...] = ()
-        if (scores := launched.computed.get().scores) is not None:
-            each = launched.batch.prompt_logprobs(scores)
-            scored = tuple((prompt.req, logprobs) for prompt, logprobs in each if self._is_wanted(prompt))
-        return Collected(scored, *self._first_tokens(launched))
-
-    def _is_wanted(self, prompt: LocalPrompt) -> bool:
-        return self._prompts.get(prompt.req) is prompt
-
-    def _first_tokens(self, launched: _Launched) -> tuple[tuple[ReadyRows, ...], tuple[LostRow, ...]]:
-        batch, computed = launched.batch, launched.computed.get()
-        ended = [(place, batch.chunks[entry].prompt) for place, entry in enumerate(batch.sampled_entries)]
-        ended = [(place, prompt) for place, prompt in ended if self._is_wanted(prompt)]
-        are_invalid = computed.sampled.is_invalid.numpy()
-        lost = []
-        for place, prompt in ended:
-            if prompt.matcher is not None and prompt.matcher.failure:
-                refusal = prompt.sampling.constraint_error(prompt.matcher.failure)
-                lost.append(LostRow(prompt.req, refusal, is_retryable=False))
-            elif are_invalid[place]:
-                self._pool.forget(prompt.lease)
-                error = EngineFault("the model produced no finite logit")
-                lost.append(LostRow(prompt.req, error, is_retryable=prompt.lease.num_cached > 0))
-        ready = [(place, prompt) for place, prompt in ended if not are_invalid[place]]
-        if not ready:
-            return (), tuple(lost)
-        places, prompts = [place for place, _ in ready], [prompt for _, prompt in ready]
-        logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()
-        columns = PrebuiltBatch(
-            rows=np.arange(len(prompts)),
-            seq_lens=np.array([len(prompt.token_ids) for prompt in prompts], np.int64),
-            first_token_ids=computed.sampled.token_ids.numpy()[places],
-            bytes_sent={},
-            queue_s=np.zeros(len(prompts)),
-            compute_s=np.zeros(len(prompts)),
-            num_cached_tokens=np.array([prompt.lease.num_cached for prompt in prompts], np.int64),
-            first_token_logprobs=tuple(logprobs[place] for place in places),
-            seed_columns={name: column_to_numpy(seeds[places]) for name, seeds in computed.seeds.items()},
+        ended = self._chunks.take(in_flight, lambda prompt: self._prompts.get(prompt.req) is prompt)
+        return Collected(
+            scored=tuple((prompt.req, logprobs) for prompt, logprobs in ended.scored),
+            ready=() if ended.first is None else (_ready(ended.first),),
+            lost=tuple(map(_lost, ended.failed)),
         )
-        return (ReadyRows(columns, np.arange(len(prompts)), tuple(prompt.req for prompt in prompts)),), tuple(lost)
+
+
+def _lost(failed: FailedPrompt[LocalPrompt]) -> LostRow:
+    req = failed.prompt.req
+    error = error_for_row_failure(failed.reason, failed.message, constraint_field=req.sampling.constraint_field)
+    return LostRow(req, error, failed.is_retryable)
+
+
+def _ready(first: FirstTokens[LocalPrompt]) -> ReadyRows:
+    places = np.arange(len(first.prompts))
+    no_time = np.zeros(len(places))
+    columns = first.frame(rows=places, bytes_sent={}, queue_s=no_time, compute_s=no_time)
+    return ReadyRows(columns, places, tuple(prompt.req for prompt in first.prompts))

@@ -214,8 +214,7 @@ class ReplicaSet:
         num_tokens: int,
         num_outstanding: Mapping[str, int],
     ) -> Route:
-        """Chooses one of `candidates`, which are not empty, for a row of `num_tokens` tokens. Notes that it will have
-        the row's tokens cached.
+        """Chooses one of `candidates`, which are not empty, for a row of `num_tokens` tokens.
 
         `key` is the row's in the prefix cache; None if it uses none. Without `uses_cached` the row is computed as a
         whole, whatever is cached. `num_outstanding` says for each address how many tokens the replica is to compute for
@@ -227,9 +226,7 @@ class ReplicaSet:
         other. A replica that has something to compute gets no rows because of its room: it would get all rows until it
         is full.
         """
-        if not self._routes_by_prefix:
-            key = None
-        usable = key if uses_cached else None
+        usable = key if uses_cached and self._routes_by_prefix else None
         offers = [self._offer(replica, usable, num_tokens, num_outstanding) for replica in candidates]
         counts_evictions = any(offer.has_room_now for offer in offers)
 
@@ -239,9 +236,14 @@ class ReplicaSet:
             return cost, offer.num_uncomputed, offer.known.fullness
 
         best = min(offers, key=costs)
-        best.known.add(key)
-        self.num_known_tokens = {**self.num_known_tokens, best.address: best.known.num_tokens}
         return Route(best.address, num_tokens - best.num_uncomputed, best.num_uncomputed)
+
+    def add(self, address: str, key: CacheKey | None) -> None:
+        """Notes that the replica at `address` will have the tokens of `key` cached."""
+        if self._routes_by_prefix:
+            known = self._known[address]
+            known.add(key)
+            self.num_known_tokens = {**self.num_known_tokens, address: known.num_tokens}
 
     def least_uncomputed(self, candidates: Sequence[Replica], key: CacheKey | None, num_tokens: int) -> int:
         """Returns the number of tokens, of a row's `num_tokens`, that the candidate with the most of them cached has to

@@ -20,7 +20,7 @@ from common.device.errors import PieceFailed
 from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
-from common.engine.outbox import Outbox
+from common.engine.loop import Outbox, idle_wait_s
 from common.engine.parts import EngineParts
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
@@ -68,9 +68,6 @@ from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
 
 _STEP_TIMEOUT_S = 300.0
-_IDLE_WAIT_S = 0.5
-_WAITING_WAIT_S = 0.05
-
 
 Deliver = Callable[[Sequence[Event]], None]
 
@@ -263,15 +260,20 @@ class DecodeEngine:
                 self._landing.start_copies(until)
 
     def idle_timeout_s(self) -> float:
-        if self._in_flight is not None or self._local.is_busy or self._landing.has_waiting or self._landing.has_freed:
-            return 0.0
-        if not self._running.is_empty and self._rows.want_launch(self._running.rows).any():
-            return self._wake_up.wait_s if self._is_stalled and not self._has_freed else 0.0
-        if self._has_freed and self._dispatcher.num_waiting:
-            return 0.0
-        if self._dispatcher.is_landing or self.pool.has_quarantined:
-            return self._wake_up.wait_s
-        return _WAITING_WAIT_S if self._dispatcher.num_waiting else _IDLE_WAIT_S
+        has_queued = self._dispatcher.num_waiting > 0
+        wants_step = not self._running.is_empty and bool(self._rows.want_launch(self._running.rows).any())
+        is_stalled = wants_step and self._is_stalled and not self._has_freed
+        is_busy = self._in_flight is not None or self._local.is_busy
+        return idle_wait_s(
+            has_work=is_busy
+            or self._landing.has_waiting
+            or self._landing.has_freed
+            or (wants_step and not is_stalled)
+            or (self._has_freed and has_queued),
+            awaits_device=is_stalled or self._dispatcher.is_landing or self.pool.has_quarantined,
+            has_queued=has_queued,
+            wake_up=self._wake_up,
+        )
 
     def be_woken_by(self, wake: Callable[[], None]) -> None:
         self._wake_up.wake = wake

@@ -19,15 +19,17 @@ def first_sent(prompt: Prompt, pool: KvPool, group_name: str) -> int:
     return max(prompt.row.num_held_of(group_name), pool.first_kept(group_name, prompt.num_tokens))
 
 
+def sent_bytes(prompt: Prompt, pool: KvPool, group_name: str) -> int:
+    """Returns the size of a prompt's KV of a layer group that is sent."""
+    return pool.groups[group_name].token_bytes * (prompt.num_tokens - first_sent(prompt, pool, group_name))
+
+
 def sent_tokens(chunk: Chunk[Prompt], first: int) -> range:
     """Returns the tokens whose KV is sent with a chunk: those up to its end from the token `first` on.
 
     A prompt's first chunk is sent together with the KV that the prefix cache had.
     """
-    lease = chunk.prompt.lease
-    assert lease is not None
-    start = 0 if chunk.start == lease.num_cached else chunk.start
-    return range(max(start, first), chunk.stop)
+    return range(max(0 if chunk.is_first else chunk.start, first), chunk.stop)
 
 
 @dataclass(slots=True, eq=False)

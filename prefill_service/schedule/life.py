@@ -6,30 +6,17 @@ QUEUED ─▶ COMPUTING ─▶ SENDING ─▶ ENDED; every phase may also end at
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+from common.engine.phases import PhaseRule
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.priority import Ageing
 from prefill_service.prompt import Prompt, PromptPhase
 
-
-@dataclass(frozen=True, slots=True)
-class PromptRule:
-    """The rule of one phase: the state of the lease of the prompt's pool row, and the phases that may follow.
-
-    `lease` is None if the prompt holds no row. An ended prompt still refers to its released lease, because a forward in
-    flight may use it.
-    """
-
-    lease: LeaseState | None
-    following: frozenset[PromptPhase]
-
-
-RULES: Mapping[PromptPhase, PromptRule] = {
-    PromptPhase.QUEUED: PromptRule(None, frozenset((PromptPhase.COMPUTING, PromptPhase.ENDED))),
-    PromptPhase.COMPUTING: PromptRule(LeaseState.RUNNING, frozenset((PromptPhase.SENDING, PromptPhase.ENDED))),
-    PromptPhase.SENDING: PromptRule(LeaseState.TRANSFERRING, frozenset((PromptPhase.ENDED,))),
-    PromptPhase.ENDED: PromptRule(None, frozenset()),
+RULES: Mapping[PromptPhase, PhaseRule[PromptPhase]] = {
+    PromptPhase.QUEUED: PhaseRule(None, frozenset((PromptPhase.COMPUTING, PromptPhase.ENDED))),
+    PromptPhase.COMPUTING: PhaseRule(LeaseState.RUNNING, frozenset((PromptPhase.SENDING, PromptPhase.ENDED))),
+    PromptPhase.SENDING: PhaseRule(LeaseState.TRANSFERRING, frozenset((PromptPhase.ENDED,))),
+    PromptPhase.ENDED: PhaseRule(None, frozenset()),
 }
 
 
@@ -87,13 +74,13 @@ class PromptLives:
         return len(self._members[phase])
 
     def enter(self, prompt: Prompt, phase: PromptPhase, *, lease: RowLease | None = None) -> None:
-        """Moves the prompt to `phase`, and releases its pool row if it holds none in that phase.
+        """Moves the prompt to `phase`, and releases its pool row if it holds none in that phase. An ended prompt still
+        refers to its released lease, because a forward in flight may use it.
 
         `lease` is given to a prompt that gets a row now. Raises AssertionError if the phase cannot follow the prompt's
         current one.
         """
-        before, after = RULES[prompt.phase], RULES[phase]
-        assert phase in before.following, f"row {prompt.index}: {phase} does not follow {prompt.phase}"
+        RULES[prompt.phase].check_followed_by(phase, who=f"row {prompt.index} in {prompt.phase}")
         self._members[prompt.phase].pop(prompt, None)
         if prompt.phase is PromptPhase.COMPUTING:
             self._present = max(self._present, prompt.next_tag)
@@ -107,9 +94,4 @@ class PromptLives:
             self._ended(prompt)
         else:
             self._members[phase][prompt] = None
-        if prompt.lease is None:
-            assert after.lease is None, f"row {prompt.index} holds no row of the pool in {phase}"
-        elif after.lease is None:
-            self._pool.release(prompt.lease)
-        else:
-            prompt.lease.state = after.lease
+        RULES[phase].settle(prompt.lease, self._pool, who=f"row {prompt.index} in {phase}")

@@ -18,11 +18,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.device.cell import Cell
 from common.device.errors import DeviceTimeout, PieceFailed
-from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, raise_if_device_failed
 from common.device.stream import Event as StreamEvent
-from common.engine.outbox import Outbox
+from common.device.stream import WakeUp, naming_a_lost_device
+from common.engine.loop import Outbox, idle_wait_s
 from common.engine.parts import EngineParts
 from common.errors import RowFailure
 from common.kv.pool import KvPool
@@ -31,14 +30,14 @@ from common.kv.prefix_tree import PrefixTree
 from common.kv.shared_pool import SharedPool
 from common.load import EngineLoad
 from common.prompts.awaited_kv import awaited_kv
-from common.prompts.chunk_batch import Chunk, ChunkBatch, cut_chunks
-from common.prompts.scores import max_scored_tokens
-from common.prompts.worker import Computed, Meanwhile, PromptWorker
+from common.prompts.chunk_batch import Chunk, ChunkBatch
+from common.prompts.computing import ChunksInFlight, FirstTokens, PromptChunks
+from common.prompts.worker import Meanwhile
 from common.sampling.state import SamplingState
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, recorded
 from common.wire.handoff import NewFramedKv, RowFailed, RowLogprobs
-from prefill_service.handoff.piece import SentPiece, sent_tokens
+from prefill_service.handoff.piece import SentPiece, sent_bytes, sent_tokens
 from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import (
     BytesSent,
@@ -58,22 +57,17 @@ from prefill_service.messages import (
 )
 from prefill_service.prompt import Prompt, PromptPhase
 from prefill_service.schedule.config import PrefillConfig
-from prefill_service.schedule.first_tokens import first_tokens
 from prefill_service.schedule.life import PromptLives
 
 _STEP_TIMEOUT_S = 300.0
-_IDLE_WAIT_S = 0.5
-_QUEUED_WAIT_S = 0.05
 _RETRY_AFTER_MS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class ChunksInFlight:
-    """A launched forward of chunks. It keeps its tensors alive until `end`."""
+class _Step:
+    """A launched forward of chunks. `launched_s` is when its launch ended, by the engine's clock."""
 
-    batch: ChunkBatch[Prompt]
-    computed: Cell[Computed]
-    end: StreamEvent
+    chunks: ChunksInFlight[Prompt]
     launched_s: float
 
 
@@ -111,11 +105,9 @@ class PrefillEngine:
         model, device = parts.model, parts.device
         self._config = config
         self._model = model
-        self._num_draft_layers = max(parts.num_draft_layers, 1)
-        assert config.chunk_tokens >= self._num_draft_layers, "a prompt's last chunk has a token for every draft layer"
+        assert config.chunk_tokens >= parts.num_draft_layers, "a prompt's last chunk has a token for every draft layer"
         self._device = device
         self._wake_up = WakeUp(device)
-        self._max_scored_tokens = max(max_scored_tokens(model.vocab_size), self._num_draft_layers)
         self._max_in_flight = 2 if config.overlap else 1
         self._clock = clock
         self._on_step = on_step
@@ -136,21 +128,24 @@ class PrefillEngine:
             memory=shared_pool,
             prefixes=PrefixTree(parts.num_draft_layers) if config.prefix_cache else None,
         )
-        self._sampling_state = SamplingState(
+        sampling_state = SamplingState(
             max_rows=size.max_rows,
             vocab_size=model.vocab_size,
             torch_device=device.torch_device,
             kernels=parts.draw_kernels,
         )
         self._forward_stream = device.new_stream("forward", on_event=self._wake_up.told)
-        self._worker = PromptWorker(
+        self._chunks = PromptChunks[Prompt](
             parts,
-            draft_topk=config.draft_topk,
+            name="prefill step",
             pool=self.pool,
-            sampling_state=self._sampling_state,
+            sampling_state=sampling_state,
             stream=self._forward_stream,
+            draft_topk=config.draft_topk,
+            chunk_tokens=config.chunk_tokens,
+            max_batch_tokens=config.max_batch_tokens,
         )
-        self._worker.compile_kernels(_STEP_TIMEOUT_S)
+        self._chunks.worker.compile_kernels(_STEP_TIMEOUT_S)
         self._sender = KvSender(
             device=device,
             pool=self.pool,
@@ -162,8 +157,7 @@ class PrefillEngine:
         )
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._lives = PromptLives(self.pool, ageing=config.ageing, ended=self._ended)
-        self._unseeded: dict[Prompt, None] = {}
-        self._in_flight: deque[ChunksInFlight] = deque()
+        self._in_flight: deque[_Step] = deque()
         self._failed_copies: list[SentPiece] = []
         self._outbox: Outbox[Event] = Outbox(self._edge.deliver, self.track)
         self._is_draining = False
@@ -197,17 +191,15 @@ class PrefillEngine:
 
     def idle_timeout_s(self) -> float:
         has_room = len(self._in_flight) < self._max_in_flight
-        computing = self._lives.in_phase(PromptPhase.COMPUTING)
-        if has_room and any(prompt.num_left and self._may_go_on(prompt) for prompt in computing):
-            return 0.0
-        num_queued = self._lives.num_in(PromptPhase.QUEUED)
-        if num_queued and self._has_freed:
-            return 0.0
-        if not self._lacks_room and any(map(_has_waited, self._lives.in_phase(PromptPhase.QUEUED))):
-            return 0.0
-        if self._in_flight or self._sender.is_busy or self.pool.has_quarantined:
-            return self._wake_up.wait_s
-        return _QUEUED_WAIT_S if num_queued else _IDLE_WAIT_S
+        computing, queued = map(self._lives.in_phase, (PromptPhase.COMPUTING, PromptPhase.QUEUED))
+        return idle_wait_s(
+            has_work=(has_room and any(prompt.num_left and self._may_go_on(prompt) for prompt in computing))
+            or (self._has_freed and bool(queued))
+            or (not self._lacks_room and any(map(_has_waited, queued))),
+            awaits_device=bool(self._in_flight) or self._sender.is_busy or self.pool.has_quarantined,
+            has_queued=bool(queued),
+            wake_up=self._wake_up,
+        )
 
     def be_woken_by(self, wake: Callable[[], None]) -> None:
         self._wake_up.wake = wake
@@ -237,7 +229,7 @@ class PrefillEngine:
             streams.callback(self._sender.close, _STEP_TIMEOUT_S)
             while self._in_flight:
                 with suppress(PieceFailed):
-                    self._in_flight.popleft().end.synchronize(_STEP_TIMEOUT_S)
+                    self._in_flight.popleft().chunks.end.synchronize(_STEP_TIMEOUT_S)
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
@@ -328,7 +320,6 @@ class PrefillEngine:
             prompt.started_s = self._clock()
             if prompt.is_traced:
                 self._outbox.post(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
-            self._unseeded[prompt] = None
 
     def _waits(self, prompt: Prompt) -> bool:
         """Returns whether the prompt should wait for its matcher, or for KV that another one computes now."""
@@ -347,45 +338,19 @@ class PrefillEngine:
         return True
 
     @recorded("launch")
-    def _launch(self) -> ChunksInFlight | None:
-        chunks = cut_chunks(
-            [each for each in self._lives.in_turn(PromptPhase.COMPUTING, self._clock()) if self._may_go_on(each)],
-            chunk_tokens=self._config.chunk_tokens,
-            max_batch_tokens=self._config.max_batch_tokens,
-            max_scored_tokens=self._max_scored_tokens,
-            min_last_tokens=self._num_draft_layers,
-        )
+    def _launch(self) -> _Step | None:
+        computing = self._lives.in_turn(PromptPhase.COMPUTING, self._clock())
+        chunks = self._chunks.cut([prompt for prompt in computing if self._may_go_on(prompt)])
         if not chunks:
             return None
-        batch = ChunkBatch.of(
-            chunks,
-            pool=self.pool,
-            layer_group=self._model.layer_group.name,
-            vocab_size=self._sampling_state.vocab_size,
-            num_draft_layers=self._num_draft_layers,
-        )
-        scope = Scope(f"prefill step {self._num_steps}")
-        stream = self._forward_stream
-        stream.wait(self._device.schedule_stream.record())
-        if unseeded := [chunk.prompt for chunk in chunks if chunk.prompt in self._unseeded]:
-            stream.enqueue(partial(self._sampling_state.reset, [prompt.row_start for prompt in unseeded]), scope)
-            for prompt in unseeded:
-                del self._unseeded[prompt]
         layers_per_event = self._layers_per_event(chunks)
         meanwhile = _Sending(partial(self._queue_layers, chunks), self._send_while_launching)
-        for chunk in chunks:  # while they are launched, what has ended may give its KV to the cache
-            assert chunk.prompt.lease is not None
-            chunk.prompt.lease.use_until(NOT_YET, stream)
-        launched = self._worker.forward(batch, scope, layers_per_event=layers_per_event, meanwhile=meanwhile)
-        step = ChunksInFlight(batch, launched.computed, stream.record(scope), self._clock())
-        for chunk in chunks:
-            assert chunk.prompt.lease is not None
-            chunk.prompt.lease.use_until(step.end, stream)
-            chunk.prompt.num_launched_tokens = chunk.stop
-        for layers, written in launched.layers_written[meanwhile.num_queued :]:
+        in_flight = self._chunks.launch(chunks, layers_per_event=layers_per_event, meanwhile=meanwhile)
+        step = _Step(in_flight, self._clock())
+        for layers, written in in_flight.launched.layers_written[meanwhile.num_queued :]:
             self._queue_layers(chunks, layers, written)
         queued = {group.name for group in self._model.layer_groups} if layers_per_event else set[str]()
-        self._sender.queue(chunks, step.end, queued=queued)
+        self._sender.queue(chunks, in_flight.end, queued=queued)
         if meanwhile.error is not None:
             raise meanwhile.error
         return step
@@ -407,7 +372,7 @@ class PrefillEngine:
         When the driver's queue is full, launches are as slow as the device, and the engine thread uses that time.
         Failures are handled after the launch, because the forward may compute a chunk of the same prompt.
         """
-        while self._in_flight and (end := self._in_flight[0].end).is_done() and end.error is None:
+        while self._in_flight and (end := self._in_flight[0].chunks.end).is_done() and end.error is None:
             self._finish(self._in_flight.popleft())
             self._num_steps += 1
         for command in self._edge.returned():
@@ -427,13 +392,13 @@ class PrefillEngine:
         return self._sender.layers_per_segment(self._model.layer_group, num_tokens) if num_tokens else 0
 
     def _finish_done(self) -> None:
-        while self._in_flight and self._in_flight[0].end.is_done():
+        while self._in_flight and self._in_flight[0].chunks.end.is_done():
             self._finish(self._in_flight.popleft())
             self._num_steps += 1
         if self._in_flight and self._clock() - self._begin_s(self._in_flight[0]) > _STEP_TIMEOUT_S:
             raise DeviceTimeout(f"a prefill forward did not end within {_STEP_TIMEOUT_S} s")
 
-    def _begin_s(self, step: ChunksInFlight) -> float:
+    def _begin_s(self, step: _Step) -> float:
         """Returns when the oldest forward in flight could begin, by the engine's clock.
 
         That is the time of its launch, or the end of the forward before it if that came later.
@@ -441,60 +406,45 @@ class PrefillEngine:
         return max(step.launched_s, self._last_end_s)
 
     @recorded("finish")
-    def _finish(self, step: ChunksInFlight) -> None:
+    def _finish(self, step: _Step) -> None:
         start_s = self._begin_s(step)
         self._last_end_s = now_s = self._clock()
         self._sender.forward_ended()
-        raise_if_device_failed(step.end)  # no later step can succeed: the engine and all its calls end
-        if (error := step.end.error) is not None:
-            for chunk in step.batch.chunks:
-                if chunk.prompt.phase is not PromptPhase.ENDED:
-                    self._fail(chunk.prompt, RowFailure.COMPUTE, f"a prefill step failed: {error}", retryable=True)
-                    self._end_call_if_done(chunk.prompt.call_id)
-            return
-        self._num_computed_tokens += step.batch.num_tokens
-        for chunk in step.batch.chunks:
-            if chunk.prompt.phase is PromptPhase.COMPUTING and chunk.prompt.lease is not None:
-                self.pool.keep(chunk.prompt.lease, chunk.prompt.token_ids, chunk.stop)
-                self.pool.leave_behind(np.array([chunk.prompt.lease.row]), np.array([chunk.stop]))
-                chunk.prompt.num_kept_tokens = chunk.stop
-        self._outbox.post_all(_traced_chunks(step.batch, start_s=start_s, end_s=now_s))
-        self._post_prompt_logprobs(step)
-        self._post_first_tokens(step)
-        self._on_step(StepStats(len(step.batch.chunks), step.batch.num_tokens, self._clock() - step.launched_s))
+        ended = self._chunks.take(step.chunks, lambda prompt: prompt.phase is PromptPhase.COMPUTING)
+        for chunk in ended.chunks:
+            chunk.prompt.num_kept_tokens = chunk.stop
+        batch = step.chunks.batch
+        if step.chunks.end.error is None:
+            self._num_computed_tokens += batch.num_tokens
+            self._outbox.post_all(_traced_chunks(batch, start_s=start_s, end_s=now_s))
+        for prompt, logprobs in ended.scored:
+            self._outbox.post(FrameReady(prompt.call_id, RowLogprobs(prompt.index, logprobs)))
+            self._sender.add_logprobs(prompt.call_id, logprobs.num_bytes)
+        for each in ended.failed:
+            self._fail(each.prompt, each.reason, each.message, retryable=each.is_retryable)
+            self._end_call_if_done(each.prompt.call_id)
+        if ended.first is not None:
+            self._post_first_tokens(ended.first)
+        if step.chunks.end.error is None:
+            self._on_step(StepStats(len(batch.chunks), batch.num_tokens, self._clock() - step.launched_s))
 
-    def _post_prompt_logprobs(self, step: ChunksInFlight) -> None:
-        if (scores := step.computed.get().scores) is None:
-            return
-        for prompt, logprobs in step.batch.prompt_logprobs(scores):
-            if prompt.phase is not PromptPhase.ENDED:
-                self._outbox.post(FrameReady(prompt.call_id, RowLogprobs(prompt.index, logprobs)))
-                self._sender.add_logprobs(prompt.call_id, logprobs.num_bytes)
-
-    def _post_first_tokens(self, step: ChunksInFlight) -> None:
-        batch, computed = step.batch, step.computed.get()
-        prompts = [batch.chunks[entry].prompt for entry in batch.sampled_entries]
-        invalid = computed.sampled.is_invalid.tolist()
-        by_call: dict[str, list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            if prompt.phase is PromptPhase.ENDED:
-                continue
-            if prompt.matcher is not None and prompt.matcher.failure:
-                message = prompt.sampling.constraint_error(prompt.matcher.failure).message
-                self._fail(prompt, RowFailure.CONSTRAINT, message, retryable=False)
-                self._end_call_if_done(prompt.call_id)
-                continue
-            if invalid[place]:
-                assert prompt.lease is not None
-                self.pool.forget(prompt.lease)
-                message = "the model produced no finite logit"
-                self._fail(prompt, RowFailure.COMPUTE, message, retryable=prompt.lease.num_cached > 0)
-                self._end_call_if_done(prompt.call_id)
-                continue
+    def _post_first_tokens(self, first: FirstTokens[Prompt]) -> None:
+        by_call: dict[str, list[Prompt]] = {}
+        for prompt in first.prompts:
             self._lives.enter(prompt, PromptPhase.SENDING)
-            by_call.setdefault(prompt.call_id, []).append(place)
-        columns = first_tokens(batch, computed, list(by_call.values()), pool=self.pool, now_s=self._clock())
-        self._outbox.post_all(map(FrameReady, by_call, columns))
+            by_call.setdefault(prompt.call_id, []).append(prompt)
+        now_s = self._clock()
+        for call_id, prompts in by_call.items():
+            frame = first.of(prompts).frame(
+                rows=np.array([prompt.index for prompt in prompts]),
+                bytes_sent={
+                    name: np.array([sent_bytes(prompt, self.pool, name) for prompt in prompts], np.int64)
+                    for name in self.pool.groups
+                },
+                queue_s=np.array([prompt.started_s - prompt.arrived_s for prompt in prompts]),
+                compute_s=np.array([now_s - prompt.started_s for prompt in prompts]),
+            )
+            self._outbox.post(FrameReady(call_id, frame))
 
     # ---- sending ------------------------------------------------------------------------------------------------
 
@@ -528,7 +478,6 @@ class PrefillEngine:
 
     def _ended(self, prompt: Prompt) -> None:
         self._calls[prompt.call_id].pop(prompt.index)
-        self._unseeded.pop(prompt, None)
         self._sender.forget(prompt)
 
     def _end_call_if_done(self, call_id: str) -> None:

@@ -35,7 +35,6 @@ REASONS = {
     "decode_service/forward/forward_side.py:ForwardSide.open": WIRING,
     "decode_service/forward/worker.py:Worker.forward": "the pieces of a step, in their order",
     "decode_service/main.py:assembled": WIRING,
-    "decode_service/schedule/dispatcher.py:PrefillDispatcher.hand_off": "one look at the queue; it is to become two",
     "decode_service/schedule/scheduler.py:DecodeEngine.__init__": WIRING,
     "prefill_service/main.py:assembled": WIRING,
     "prefill_service/schedule/scheduler.py:PrefillEngine.__init__": WIRING,

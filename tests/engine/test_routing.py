@@ -72,6 +72,7 @@ class Router:
         candidates = self._replicas.candidates(avoid=avoid, num_tokens=len(prompt))
         key = None if salt is None else CacheKey(np.array(prompt), salt)
         route = self._replicas.route(candidates, key, num_tokens=len(prompt), num_outstanding=self._outstanding)
+        self._replicas.add(route.replica, key)
         if not computes:
             self._outstanding[route.replica] += route.num_uncomputed
         return route

@@ -36,6 +36,7 @@ INSTRUMENTED = (
     "common.wire",
     "decode_service.edge.text.detokenizer",
     "decode_service.schedule.dispatcher",
+    "decode_service.schedule.handoff_policy",
     "decode_service.edge",
     "decode_service.schedule.landing",
     "decode_service.edge.text.output",

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from common.kv.pool import KvPool, RowLease
+from common.prompts import computing
 from common.prompts.chunk_batch import Chunk
 from common.sampling.state import RowStart
 from decode_service.messages import Phase
-from decode_service.schedule import local_prefill
 from decode_service.schedule.config import DecodeConfig
-from decode_service.schedule.dispatcher import PrefillDispatcher
+from decode_service.schedule.handoff_policy import HandoffPolicy
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill, LocalPrompt
 from decode_service.schedule.replica_set import ReplicaSet
@@ -95,7 +95,7 @@ def long_prompts_count_as_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalPrefill, "num_short_left", property(lambda self: num_short_left(self) + 1000 * self.has_long))
 
 
-@instead_of(local_prefill, "cut_chunks")
+@instead_of(computing, "cut_chunks")
 def the_oldest_prompt_is_always_first(
     cut: Callable[..., list[Chunk[LocalPrompt]]], prompts: Sequence[LocalPrompt], **limits: int
 ) -> list[Chunk[LocalPrompt]]:
@@ -111,7 +111,7 @@ def long_prompts_hold_up_short_ones(in_turn: Callable[..., Iterable[Request]], *
 
 def fallback_never_ends(patch: pytest.MonkeyPatch) -> None:
     """Computes prompts in the decode service although a replica is ready."""
-    patch.setattr(PrefillDispatcher, "is_degraded", True)
+    patch.setattr(HandoffPolicy, "is_degraded", lambda self, now_s: True)
 
 
 def only_short_turns_stay(patch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def fallback_keeps_the_limit(patch: pytest.MonkeyPatch) -> None:
 
 
 def fallback_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefillDispatcher, "is_degraded", False)
+    patch.setattr(HandoffPolicy, "is_degraded", lambda self, now_s: False)
 
 
 def each_step_looks_at_the_queue(patch: pytest.MonkeyPatch) -> None:

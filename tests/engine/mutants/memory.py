@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from common.prompts import computing
 from common.prompts.chunk_batch import ChunkBatch
 from decode_service.forward.worker import Worker, WorkerOutput
 from decode_service.schedule.step import LaunchedStep, SealedStep
-from prefill_service.schedule import scheduler as prefill_scheduler
 from tests.engine.mutants.kinds import Mutant, instead_of
 
 
@@ -39,10 +39,10 @@ def rows_dropped_at_launch(patch: pytest.MonkeyPatch) -> None:
     dropped_at_launch("req_pool_indices")(patch)
 
 
-@instead_of(prefill_scheduler, "ChunksInFlight")
+@instead_of(computing, "ChunksInFlight")
 def chunks_dropped_at_launch(
-    chunks_in_flight: Callable[..., prefill_scheduler.ChunksInFlight], batch: ChunkBatch, *rest: Any
-) -> prefill_scheduler.ChunksInFlight:
+    chunks_in_flight: Callable[..., computing.ChunksInFlight], batch: ChunkBatch, *rest: Any
+) -> computing.ChunksInFlight:
     """Drops all tensors of a prefill forward as soon as it is launched."""
     tensors = [field.name for field in fields(batch) if isinstance(getattr(batch, field.name), Tensor)]
     dropped: dict[str, Any] = dict.fromkeys([*tensors, "forward_input", "next_tokens"])

@@ -7,13 +7,12 @@ from typing import cast
 
 import pytest
 
-from common.device.cell import Cell
 from common.device.stream import Event
 from common.kv.pool import RowLease
+from common.prompts import computing
 from common.prompts.chunk_batch import ChunkBatch
-from common.prompts.worker import Computed
+from common.prompts.worker import LaunchedChunks
 from prefill_service.handoff.sender import KvSender
-from prefill_service.schedule import scheduler
 from tests.engine.mutants.kinds import instead_of, use_not_noted
 from tests.support.scripted_device import ScriptedStream
 
@@ -49,14 +48,14 @@ def first_tokens_taken_early(patch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(self.end, name)
 
-    given, use_until = scheduler.ChunksInFlight, RowLease.use_until
+    given, use_until = computing.ChunksInFlight, RowLease.use_until
     kept = []  # as long as their forwards may run
 
-    def mutant(batch: ChunkBatch, computed: Cell[Computed], end: Event, launched_s: float) -> object:
-        kept.append(given(batch, computed, cast(Event, Ended(end)), launched_s))
+    def mutant(batch: ChunkBatch, launched: LaunchedChunks, end: Event) -> object:
+        kept.append(given(batch, launched, cast(Event, Ended(end))))
         return kept[-1]
 
-    patch.setattr(scheduler, "ChunksInFlight", mutant)
+    patch.setattr(computing, "ChunksInFlight", mutant)
     patch.setattr(
         RowLease, "use_until", lambda self, event, stream: use_until(self, getattr(event, "end", event), stream)
     )

@@ -16,7 +16,7 @@ from common.kv.slot_allocator import Slots
 from common.prompts.awaited_kv import AwaitedKv
 from common.wire.handoff import HandoffRow
 from decode_service.messages import Phase, Submit
-from decode_service.schedule import dispatcher, request, scheduler
+from decode_service.schedule import dispatcher, handoff_policy, request, scheduler
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.life import RULES, Lives
 from decode_service.schedule.request import Request
@@ -226,7 +226,7 @@ def half_landed_kv_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dispatcher, "awaited_kv", lambda pool, key, sources, is_received: None)
+    patch.setattr(handoff_policy, "awaited_kv", lambda pool, key, sources, is_received: None)
 
 
 def sources_are_waited_for_for_ever(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,206 @@
+"""What becomes of a waiting request, as a table: the state of the service, the request, and the decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from common.errors import ContextExceeded, FingerprintMismatch, PrefillUnavailable
+from common.kv.pool import KvPool
+from common.prompts.awaited_kv import AwaitedKv
+from common.sampling.params import ResolvedSampling
+from decode_service.messages import Replica, ReplicasChanged, Submit
+from decode_service.schedule.config import DecodeConfig
+from decode_service.schedule.handoff_policy import Decision, HandoffPolicy, Later, NoReplica, Spared, Start
+from decode_service.schedule.local_prefill import LocalPrefill
+from decode_service.schedule.replica_set import ReplicaSet
+from decode_service.schedule.request import LostRow, Request
+
+NOW_S = 100.0
+PROMPT_LEN = 20
+SHORT = DecodeConfig(local_prefill_tokens=8, headroom_tokens=3)
+FALLBACK = DecodeConfig(local_prefill_tokens=8, prefill_fallback=True, fallback_after_s=1.0, fallback_chunk_tokens=32)
+READY = Replica("a", True, instance_id="a", max_cached_tokens=1000)
+GONE = Replica("a", False, error=PrefillUnavailable("it does not answer"))
+OTHER_MODEL = Replica("a", False, error=FingerprintMismatch("model", "ours", "theirs"))
+SMALL = Replica("a", True, instance_id="a", max_context_tokens=PROMPT_LEN - 1)
+
+
+def waiting(**state: Any) -> Request:
+    """Returns a request of PROMPT_LEN tokens that waits since NOW_S, with these fields."""
+    sampling = ResolvedSampling(seed=0, max_tokens=8, temperature=0.0)
+    submit = Submit("a", tuple(range(PROMPT_LEN)), PROMPT_LEN, sampling, cache_salt="")
+    req = Request.of(submit, arrival=0, now_s=NOW_S)
+    for name, value in state.items():
+        setattr(req, name, value)
+    return req
+
+
+def policy(
+    config: DecodeConfig = SHORT,
+    *replicas: Replica,
+    num_cached: int = 0,
+    num_free_rows: int = 4,
+    num_short_left: int = 0,
+    has_long: bool = False,
+    others_may_come: bool = False,
+    gone_for_s: float = 0.0,
+) -> HandoffPolicy:
+    """Returns the policy of a service of four rows. Its prefix cache has `num_cached` of the prompt's tokens, and what
+    it computes itself is `num_short_left` tokens of short prompts, and a long one if it `has_long`.
+    """
+    known = ReplicaSet(now_s=NOW_S - gone_for_s, lookahead=0, routes_by_prefix=True)
+    changed = ReplicasChanged(replicas or (READY,), others_may_come=others_may_come)
+    known.update(changed, NOW_S - gone_for_s, num_outstanding={})
+    pool = SimpleNamespace(
+        num_cached=lambda key, is_received=False: num_cached,
+        num_free_rows=num_free_rows,
+        rows=SimpleNamespace(max_rows=4),
+    )
+    local = SimpleNamespace(num_short_left=num_short_left, has_long=has_long, max_chunk_tokens=config.max_chunk_tokens)
+    return HandoffPolicy(
+        config, pool=cast(KvPool, pool), local=cast(LocalPrefill, local), replicas=known, bringing_kv=()
+    )
+
+
+def kind_of(decision: Decision) -> str:
+    match decision:
+        case Start(_, candidates):
+            return "there" if candidates else "here"
+        case NoReplica(is_for_all):
+            return "nobody" if is_for_all else "not this one"
+        case Later():
+            return "later"
+
+
+class _OnItsWay:
+    is_over = False
+    num_tokens = 12
+
+
+@pytest.mark.parametrize(
+    ("decision", "state", "request_state"),
+    [
+        ("there", {}, {}),
+        ("here", {"num_cached": 12}, {}),
+        ("there", {"num_cached": 11}, {}),  # 9 tokens are left, and 8 are short
+        ("there", {"num_cached": 14, "num_short_left": 3}, {}),  # a burst of short prompts
+        ("here", {"num_cached": 14, "num_short_left": 2}, {}),
+        ("there", {"config": DecodeConfig(), "num_cached": 19}, {}),
+        ("later", {}, {"not_before_s": NOW_S + 1}),
+        ("later", {}, {"awaited": _OnItsWay()}),
+        ("nobody", {"replica": GONE, "num_short_left": 8}, {}),
+        ("not this one", {"replica": GONE}, {}),  # a shorter one may be computed here
+        ("not this one", {"replica": SMALL}, {}),
+        ("not this one", {"config": FALLBACK, "replica": GONE, "gone_for_s": 0.5}, {}),
+        ("here", {"config": FALLBACK, "replica": GONE, "gone_for_s": 2.0}, {}),
+        ("here", {"config": FALLBACK, "replica": GONE, "gone_for_s": 2.0, "num_short_left": 30}, {}),  # the long one
+        ("not this one", {"config": FALLBACK, "replica": GONE, "gone_for_s": 2.0, "num_short_left": 30,
+                          "has_long": True}, {}),
+    ],
+)  # fmt: skip
+def test_who_computes_a_prompt(decision: str, state: dict[str, Any], request_state: dict[str, Any]) -> None:
+    config, replica = state.pop("config", SHORT), state.pop("replica", READY)
+    req = waiting(**request_state)
+    before = {name: getattr(req, name) for name in ("awaited", "refused_since_s", "num_failures", "phase")}
+    decided = policy(config, replica, **state).decide(req, Spared(), NOW_S)
+    assert kind_of(decided) == decision
+    assert {name: getattr(req, name) for name in before} == before, "a question changed the request"
+
+
+def test_a_long_turn_stays_where_its_conversation_is() -> None:
+    """Its beginning is cached here and nowhere else: every replica would compute four times as much."""
+    for num_cached, decision in ((15, "here"), (14, "there")):
+        rule = policy(DecodeConfig(local_prefill_tokens=1), num_cached=num_cached)
+        assert kind_of(rule.decide(waiting(), Spared(), NOW_S)) == decision
+
+
+def test_what_is_needed_leaves_room_for_those_who_wait() -> None:
+    spared = Spared().and_row(10).and_row(5)
+    decided = policy(num_free_rows=3).decide(waiting(), spared, NOW_S)
+    assert isinstance(decided, Start)
+    assert (decided.need.num_tokens, decided.need.num_spared_rows) == (PROMPT_LEN, 2)
+    assert decided.need.num_spared == 15 + (1 + 2 + 1) * SHORT.headroom_tokens, "each row in use keeps some slots free"
+    alone = policy().decide(waiting(), Spared(), NOW_S)
+    assert isinstance(alone, Start) and alone.need.num_spared == 0
+    awaiting = policy().decide(waiting(awaited=_OnItsWay()), Spared(), NOW_S)
+    assert isinstance(awaiting, Later) and awaiting.num_tokens == PROMPT_LEN - _OnItsWay.num_tokens
+    assert cast(AwaitedKv, awaiting.awaited).num_tokens == 12
+
+
+TIMEOUT_S = SHORT.prefill_timeout_s
+
+
+@pytest.mark.parametrize(
+    ("error", "limit_s", "config", "replica", "request_state"),
+    [
+        (None, None, SHORT, READY, {}),
+        (PrefillUnavailable, NOW_S + TIMEOUT_S, SHORT, GONE, {}),
+        (PrefillUnavailable, NOW_S - 3 + TIMEOUT_S, SHORT, GONE, {"since_s": NOW_S - 3}),
+        (FingerprintMismatch, NOW_S, SHORT, OTHER_MODEL, {}),
+        (None, None, FALLBACK, GONE, {}),
+        (ContextExceeded, NOW_S, SHORT, SMALL, {}),
+    ],
+)
+def test_when_a_request_fails(
+    error: type[Exception] | None,
+    limit_s: float | None,
+    config: DecodeConfig,
+    replica: Replica,
+    request_state: Mapping[str, Any],
+) -> None:
+    found = policy(config, replica, gone_for_s=4.0).failure_of(waiting(**request_state), NOW_S)
+    assert (error, limit_s) == (None, None) if found is None else (type(found[0]), found[1]) == (error, limit_s)
+
+
+def test_a_request_that_a_larger_replica_may_take_is_refused_from_now_on() -> None:
+    rule = policy(SHORT, SMALL, Replica("b", False, error=PrefillUnavailable("")))
+    for since_s, limit_s in ((None, NOW_S + TIMEOUT_S), (NOW_S - 2, NOW_S - 2 + TIMEOUT_S)):
+        failure = rule.failure_of(waiting(refused_since_s=since_s), NOW_S)
+        assert failure is not None and failure[1] == limit_s
+
+
+@pytest.mark.parametrize(
+    ("is_given_up", "config", "replica", "request_state", "lost"),
+    [
+        (True, SHORT, READY, {}, {"is_retryable": False}),
+        (False, SHORT, READY, {"num_failures": 2}, {}),
+        (True, SHORT, READY, {"num_failures": 3}, {}),
+        (False, SHORT, READY, {"num_failures": 2, "refused_since_s": 0.0}, {}),  # it was not refused this time
+        (False, SHORT, READY, {"refused_since_s": NOW_S - TIMEOUT_S + 1}, {"is_refusal": True}),
+        (True, SHORT, READY, {"refused_since_s": NOW_S - TIMEOUT_S}, {"is_refusal": True}),
+        (False, FALLBACK, GONE, {"refused_since_s": NOW_S - TIMEOUT_S}, {"is_refusal": True}),
+    ],
+)
+def test_which_lost_rows_are_given_up(
+    is_given_up: bool, config: DecodeConfig, replica: Replica, request_state: dict[str, Any], lost: dict[str, Any]
+) -> None:
+    row = LostRow(waiting(**request_state), PrefillUnavailable(""), **{"is_retryable": True, **lost})
+    assert policy(config, replica).is_given_up(row, NOW_S) == is_given_up
+
+
+@pytest.mark.parametrize(
+    ("is_excused", "replica", "request_state", "was_short"),
+    [
+        (True, READY, {"refused_since_s": NOW_S - 1}, True),
+        (True, READY, {"refused_since_s": NOW_S - 1, "awaited": _OnItsWay()}, False),
+        (False, READY, {"refused_since_s": NOW_S - 1}, False),
+        (False, READY, {}, True),
+        (False, READY, {"refused_since_s": NOW_S - 1, "not_before_s": NOW_S + 1}, True),
+        (False, SMALL, {"refused_since_s": NOW_S - 1}, True),
+    ],
+)
+def test_time_that_this_service_costs_is_no_refusal(
+    is_excused: bool, replica: Replica, request_state: dict[str, Any], was_short: bool
+) -> None:
+    assert policy(SHORT, replica).is_excused(waiting(**request_state), NOW_S, was_short=was_short) == is_excused
+
+
+def test_a_service_is_degraded_a_while_after_the_last_replica() -> None:
+    assert policy(FALLBACK, GONE, gone_for_s=0.5).degraded_from_s == NOW_S + 0.5
+    assert policy(FALLBACK, READY, gone_for_s=5.0).degraded_from_s == math.inf
+    assert policy(SHORT, GONE, gone_for_s=5.0).degraded_from_s == math.inf
