@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 
-from common.errors import ContextExceeded, FingerprintMismatch, PrefillUnavailable
+from common.errors import ContextExceeded, FingerprintMismatch, InvalidRequest, PrefillUnavailable
+from common.grammar.matcher import ALL_ALLOWED, Mask
 from common.kv.pool import KvPool
 from common.prompts.chunk_batch import ChunkBatch
 from common.prompts.worker import LaunchedChunks, PromptWorker
@@ -23,6 +24,7 @@ from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import REPLICA, Clock, Damage, ScriptedEngine, assert_right
 from tests.engine.mutants import local_prefill, prefixes
 from tests.engine.speculating import CHAIN, TREE
+from tests.engine.tags import TagMatcher
 
 LIMIT = 8
 SHAPES = {"plain": None, "chain": CHAIN, "tree": TREE}
@@ -446,6 +448,23 @@ def check_a_queue_costs_the_steps_nothing() -> None:
                 scripted.step()
             assert look.call_count <= num_looks + 1, "steps looked at the queue again and again"
             assert not runner.has_ended and not any(outcome.has_ended for outcome in waiting)
+
+
+def test_a_grammar_that_fails_at_the_first_token_fails_its_request_alone() -> None:
+    """The grammar library reaches a limit while it computes the mask, and a token is drawn nevertheless."""
+
+    def reach_a_limit(matcher: TagMatcher, mask: Mask) -> None:
+        mask[:] = ALL_ALLOWED
+        matcher.failure = "a limit of the grammar library"
+
+    with mock.patch.object(TagMatcher, "fill", reach_a_limit):
+        scripted = alone()
+        failing = scripted.submit("failing", [1, 2], 4, is_constrained=True)
+        other = scripted.submit("other", [3, 4], 4)
+        scripted.run()
+    assert isinstance(failing.error, InvalidRequest) and "a limit of the grammar" in str(failing.error)
+    assert failing.token_ids == []
+    assert_right(other)
 
 
 test_holds = holding(globals())
