@@ -37,8 +37,7 @@ from gateway.post_endpoint import PostParts
 from gateway.request_record import COUNT_TOKENS_PATH, TOKENIZER_INFO_PATH, HttpRecord
 from gateway.sending import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
-from gateway.status.collector import StatusCollector
-from gateway.status.routes import status_routes
+from gateway.status.collector import StatusCollector, status_routes
 from gateway.status.snapshot import Gateway
 from gateway.tokenizing import DetokenizeFields, TokenizeFields, Tokenizing, TokenizingEndpoint
 from gateway.tracing import TracedApp

@@ -31,7 +31,7 @@ from gateway.listener import BoundedListener, OpenConnections
 from gateway.open_requests import OpenRequests
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector
-from gateway.status.watched_decode import open_clients
+from gateway.status.watched import open_clients
 
 _BACKLOG = 2048
 _CLOSE_GRACE_S = 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gateway.status.exposition import Exposition
-from gateway.status.histogram import Histogram, merge
-from gateway.status.increase import Increase
+from gateway.status.series import Exposition, Histogram, Increase, merge
 from gateway.status.snapshot import AcceptanceFigures, PoolFigures, Quantiles, ServiceFigures
 
 DECODE_PHASES = ("queue", "prefill", "transfer", "first_decode", "inter_token")

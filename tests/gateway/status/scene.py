@@ -18,8 +18,8 @@ from common.telemetry.exposition import MetricsServer
 from common.telemetry.request_metrics import RequestMetrics
 from common.telemetry.speculation_metrics import SpeculationMetrics
 from decode_service.messages import FinishReason
-from gateway.status.addresses import Address
-from gateway.status.sampler import Sampler
+from gateway.status.collector import Sampler
+from gateway.status.watched import Address
 from prefill_service.handoff.handoff_metrics import HandoffMetrics
 
 IDLE = EngineLoad(

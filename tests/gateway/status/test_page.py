@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from gateway.metrics import GatewayMetrics
-from gateway.status.collector import StatusCollector
-from gateway.status.routes import status_routes
+from gateway.status.collector import StatusCollector, status_routes
 from gateway.status.snapshot import Gateway, ReplicaFigures, ServiceFigures, Snapshot
 from tests.gateway.status.scene import Decode, ExposedDecode, numeric
 

@@ -14,10 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
-from gateway.status.addresses import Address
-from gateway.status.exposition import parse_exposition
-from gateway.status.increase import Increase
-from gateway.status.scraper import MAX_BYTES, ScrapeFailed, Scraper
+from gateway.status.series import Increase, parse_exposition
+from gateway.status.watched import MAX_BYTES, Address, ScrapeFailed, Scraper
 from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, ExposedPrefill, Names, numeric, sampler
 
 NUM_POOL_THREADS = 32
