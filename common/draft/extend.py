@@ -20,7 +20,7 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.device.upload import upload
 from common.draft.head import DraftHead
-from common.draft.seed import Seed
+from common.draft.seed import DraftSeed
 from common.sampling.operators import propose, propose_branches
 from common.sampling.state import SamplingBatch, SamplingState
 
@@ -38,15 +38,15 @@ class NextTokens:
     places: Tensor | None = None
 
     @classmethod
-    def of(cls, next_ids: Tensor, window: ForwardInput, *, num_ahead: int) -> NextTokens:
-        """Returns the NextTokens of the tokens of `window`. `next_ids` [T] is the token after each of them.
+    def of(cls, next_ids: Tensor, forward_input: ForwardInput, *, num_ahead: int) -> NextTokens:
+        """Returns the NextTokens of the tokens of `forward_input`. `next_ids` [T] is the token after each of them.
 
         `num_ahead` is the room for drafts after each row: the head's number of layers minus one.
         """
         if not num_ahead:
             return cls(next_ids)
-        num_rows = window.req_pool_indices.shape[0]
-        num_tokens = enumerate(window.extend_lens or (1,) * num_rows)
+        num_rows = forward_input.req_pool_indices.shape[0]
+        num_tokens = enumerate(forward_input.extend_lens or (1,) * num_rows)
         entries = upload([i for i, num in num_tokens for _ in range(num)], torch.int64, next_ids.device)
         places = torch.arange(next_ids.shape[0], device=next_ids.device) + entries * num_ahead
         ids = torch.nn.functional.pad(next_ids, (0, num_rows * num_ahead))
@@ -56,7 +56,7 @@ class NextTokens:
 @torch.inference_mode()
 def extend_draft(
     head: DraftHead,
-    window: ForwardInput,
+    forward_input: ForwardInput,
     captured: Tensor,
     *,
     next_tokens: NextTokens,
@@ -66,8 +66,8 @@ def extend_draft(
     state: SamplingState,
     batch: SamplingBatch,
     topk: int,
-) -> Seed:
-    """Writes the head's KV of the T tokens of `window`, and returns drafts of the tokens that follow, as a Seed.
+) -> DraftSeed:
+    """Writes the head's KV of the T tokens of `forward_input`. Returns drafts of those that follow, as a DraftSeed.
 
     `captured` [T, states * H] are the target's hidden states of the tokens, where H is its hidden size; `next_tokens`
     are the tokens that follow them. R rows go on drafting: `last` [R] is the index (0 .. T-1) of each row's last token,
@@ -76,29 +76,29 @@ def extend_draft(
     first draft.
 
     Results for tokens of a row after `last` are not used. A head with several layers needs `topk` 1; its KV of a token
-    may then depend on a draft that is rejected later, unless the next window computes the token again.
+    may then depend on a draft that is rejected later, unless the next forward computes the token again.
     """
     num_layers = head.layer_group.num_layers
     if num_layers == 1:
         ids = next_tokens.ids if next_tokens.places is None else next_tokens.ids[next_tokens.places]
-        window = replace(window, input_ids=ids, logits_rows=last)
-        output = head.extend(window, captured)
+        forward_input = replace(forward_input, input_ids=ids, logits_rows=last)
+        output = head.extend(forward_input, captured)
         if topk == 1:
             drafted = propose(output.logits, head.token_ids, rows, positions, state, batch)
-            return Seed(drafted.unsqueeze(1), hidden_states=output.hidden)
+            return DraftSeed(drafted.unsqueeze(1), hidden_states=output.hidden)
         topk_index, topk_p = propose_branches(output.logits, head.token_ids, rows, positions, state, batch, topk=topk)
-        return Seed(topk_index, topk_p, output.hidden)
+        return DraftSeed(topk_index, topk_p, output.hidden)
     assert next_tokens.places is not None, "layers read each other's drafts"
     states = head.fuse(captured)
     ids = next_tokens.ids.clone()
     drafts: list[Tensor] = []
     hidden = states
     for layer in range(num_layers):
-        layer_input = replace(window, input_ids=ids[next_tokens.places + layer])
+        layer_input = replace(forward_input, input_ids=ids[next_tokens.places + layer])
         hidden = head.forward(layer_input, states if head.feeds_target_hidden else hidden, layer=layer)
         logits = head.logits(hidden[last], layer=layer)
         drafted = propose(logits, head.token_ids, rows, positions + layer, state, batch)
         drafts.append(drafted)
         if layer + 1 < num_layers:
             ids[next_tokens.places[last] + layer + 1] = drafted
-    return Seed(torch.stack(drafts, dim=1))
+    return DraftSeed(torch.stack(drafts, dim=1))

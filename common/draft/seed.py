@@ -18,7 +18,7 @@ HIDDEN_STATES = "hidden_states"
 
 
 @dataclass(frozen=True, slots=True)
-class Seed:
+class DraftSeed:
     """The drafts of B rows, with which the next decode step starts.
 
     `topk_index` int64 holds target token ids. For a head with one layer it is [B, topk]: the best candidates for each

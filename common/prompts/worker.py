@@ -14,7 +14,7 @@ from common.device.cell import Cell
 from common.device.stream import Event, Measured, Scope, Stream
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
-from common.draft.seed import Seed
+from common.draft.seed import DraftSeed
 from common.engine.parts import EngineParts
 from common.engine.warm_kernels import warm_kernels
 from common.kv.pool import KvPool
@@ -150,7 +150,7 @@ class PromptWorker:
 
     def _extend_draft(
         self, draft: DraftHead, batch: ChunkBatch[PromptT], captured: Tensor, first_token_ids: Tensor
-    ) -> Seed:
+    ) -> DraftSeed:
         """Runs the draft head over the chunks, on the forward stream. The head writes its KV.
 
         Returns the draft seeds of the R prompts whose last chunk is in this forward. `captured` are the target's hidden

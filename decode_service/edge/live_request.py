@@ -13,7 +13,7 @@ from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
-from decode_service.edge.text.output import OutputPiece, OutputProcessor, StopMatch
+from decode_service.edge.text.output import NewOutput, OutputProcessor, StopMatch
 from decode_service.messages import Finished, FinishReason
 
 _PIECE_TOKENS = 256
@@ -53,7 +53,7 @@ class LiveRequest:
     _output: OutputProcessor | None = None
     _num_prompt_tokens: int = 0
     _prompt_logprobs: deque[PromptLogprobs] = field(default_factory=deque)
-    _pending: OutputPiece = field(default_factory=OutputPiece)
+    _pending: NewOutput = field(default_factory=NewOutput)
     _ending: Ending | BatonError | None = None
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -105,7 +105,7 @@ class LiveRequest:
         if self._ending is not None or self._output is None:
             return
         match = self._output.match
-        self._pending += OutputPiece(text=self._output.finish())
+        self._pending += NewOutput(text=self._output.finish())
         self._end(
             Ending(
                 reason=finished.reason if match is None else FinishReason.STOP_STRING,
@@ -145,7 +145,7 @@ class LiveRequest:
         self.is_done_in_engine = True
         self.fail(error)
 
-    async def read(self) -> PromptLogprobs | OutputPiece | Ending:
+    async def read(self) -> PromptLogprobs | NewOutput | Ending:
         """Waits for news and returns it: at first log-probabilities of the prompt, for at most 256 tokens; if none are
         left, all output since the last read; when all of that was read, the ending.
 
@@ -153,11 +153,11 @@ class LiveRequest:
         """
         await self._has_news.wait()
         if self._prompt_logprobs or self._pending:
-            news: PromptLogprobs | OutputPiece
+            news: PromptLogprobs | NewOutput
             if self._prompt_logprobs:
                 news = self._prompt_logprobs.popleft()
             else:
-                news, self._pending = self._pending, OutputPiece()
+                news, self._pending = self._pending, NewOutput()
             if self._ending is None and not self._prompt_logprobs and not self._pending:
                 self._has_news.clear()
             return news

@@ -11,7 +11,7 @@ from common.sampling.params import NUMBER_OPTIONS, ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.text.tokenizer import TokenDecoder
 from decode_service.edge.live_request import Ending
-from decode_service.edge.text.output import OutputLogprobs, OutputPiece
+from decode_service.edge.text.output import NewOutput, OutputLogprobs
 from decode_service.messages import FinishReason
 
 _REASONS = {
@@ -37,13 +37,13 @@ def started_event(
     )
 
 
-def delta_event(piece: OutputPiece) -> inference_pb2.GenerateEvent:
+def delta_event(new: NewOutput) -> inference_pb2.GenerateEvent:
     event = inference_pb2.GenerateEvent()
     delta = event.delta
-    delta.token_ids.extend(piece.token_ids)
-    delta.text = piece.text
-    if piece.logprobs:
-        positions = zip(piece.token_ids, piece.logprobs, strict=True)
+    delta.token_ids.extend(new.token_ids)
+    delta.text = new.text
+    if new.logprobs:
+        positions = zip(new.token_ids, new.logprobs, strict=True)
         delta.logprobs.extend(_position_logprobs(token_id, position) for token_id, position in positions)
     return event
 

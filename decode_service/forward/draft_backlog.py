@@ -35,7 +35,7 @@ class UnreadTokens:
     rejected drafts.
     """
 
-    window: ForwardInput
+    forward_input: ForwardInput
     captured: Tensor
     next_ids: Tensor
     last: Tensor
@@ -79,7 +79,7 @@ class DraftBacklog:
         entries, places, positions, last = on_device.split([len(column) for column in columns])
         rows = batch.req_pool_indices[entries]
         next_ids = self._next_ids[rows, places]
-        window = ForwardInput(
+        forward_input = ForwardInput(
             input_ids=next_ids,
             positions=positions,
             out_cache_loc=pool.rows.req_to_token[rows, positions],
@@ -92,4 +92,4 @@ class DraftBacklog:
             kv=pool.buffers[group],
             logits_rows=None,
         )
-        return UnreadTokens(window, self._captured[rows, places], next_ids, last)
+        return UnreadTokens(forward_input, self._captured[rows, places], next_ids, last)

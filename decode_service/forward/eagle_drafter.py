@@ -25,7 +25,7 @@ from common.sampling.operators import propose, propose_branches
 from common.sampling.state import NO_SAMPLING, RowStart, SamplingState
 from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
 from decode_service.forward.drafter import Drafter, Reading, Verified, forced_or
-from decode_service.forward.forward_batch import ForwardBatch, window_input
+from decode_service.forward.forward_batch import ForwardBatch, forward_input_of
 from decode_service.forward.future_map import RelayedInputs
 from decode_service.speculate.draft_tree import DraftTree
 from decode_service.speculate.spec_info import SpecInfo
@@ -90,9 +90,9 @@ class HeadDrafter(Drafter):
         num_seeded = batch.batch_size if batch.spec_info.leaves_seed or num_ahead else 0
         seed = extend_draft(
             self._head,
-            unread.window,
+            unread.forward_input,
             unread.captured,
-            next_tokens=NextTokens.of(unread.next_ids, unread.window, num_ahead=num_ahead),
+            next_tokens=NextTokens.of(unread.next_ids, unread.forward_input, num_ahead=num_ahead),
             last=unread.last[:num_seeded],
             rows=batch.req_pool_indices[:num_seeded],
             positions=(verified.new_seq_lens + 1)[:num_seeded],
@@ -110,7 +110,7 @@ class HeadDrafter(Drafter):
         num_rows, num_tokens = verified.tokens.shape
         starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
         return UnreadTokens(
-            window_input(batch, verified.tokens, self._pool, self._head.layer_group.name),
+            forward_input_of(batch, verified.tokens, self._pool, self._head.layer_group.name),
             captured.flatten(0, 1),
             verified.tokens.flatten(),
             starts + verified.last_places(),
@@ -124,7 +124,7 @@ class _ChainStep:
     `drafted_positions` [B] are the positions of the drafted tokens.
     """
 
-    window: ForwardInput
+    forward_input: ForwardInput
     drafted_positions: Tensor
 
 
@@ -156,7 +156,7 @@ class EagleDrafter(HeadDrafter):
             return token.unsqueeze(1)
         tokens = [token]
         for level, step in enumerate(self._chain_steps(batch, num_steps - 1), start=1):
-            output = self._head.step(replace(step.window, input_ids=token), hidden)
+            output = self._head.step(replace(step.forward_input, input_ids=token), hidden)
             hidden = output.hidden
             token = propose(
                 output.logits,
@@ -181,7 +181,7 @@ class EagleDrafter(HeadDrafter):
         columns = zip(*(column.unbind() for column in (positions, slots, positions + 1, positions + 2)), strict=True)
         before = int(batch.seq_lens_cpu.max(initial=0)) - batch.num_tokens
         for number, (own, own_slots, seq_lens, drafted) in enumerate(columns, start=1):
-            window = ForwardInput(
+            forward_input = ForwardInput(
                 input_ids=own,  # replaced once the token is known
                 positions=own,
                 out_cache_loc=own_slots,
@@ -194,7 +194,7 @@ class EagleDrafter(HeadDrafter):
                 kv=self._pool.buffers[self._head.layer_group.name],
                 logits_rows=None,
             )
-            yield _ChainStep(window, drafted)
+            yield _ChainStep(forward_input, drafted)
 
     def _draft_branches(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:
         """Drafts a tree and returns it. On each level the `topk` likeliest paths continue.
@@ -217,7 +217,7 @@ class EagleDrafter(HeadDrafter):
         sampling = batch.sampling.repeated(topk)
         for level in range(1, spec_info.num_steps):
             positions = (batch.prefix_lens + (level - 1)).unsqueeze(1).expand(-1, topk)
-            step = window_input(
+            step = forward_input_of(
                 batch,
                 ids.gather(1, beams),
                 self._pool,

@@ -87,7 +87,7 @@ class ForwardBatch:
             prefix_lens=prefix_lens,
             seq_lens_cpu=seq_lens_cpu,
             seq_lens_sum=int(seq_lens_cpu.sum()),
-            positions=prefix_lens if num_tokens == 1 else windows(prefix_lens, num_tokens).flatten(),
+            positions=prefix_lens if num_tokens == 1 else positions_from(prefix_lens, num_tokens).flatten(),
             out_cache_loc=out_cache_loc.clone(),
             sampling=sampling,
             spec_info=spec_info,
@@ -117,12 +117,12 @@ class ForwardBatch:
         return self.spec_info.max_accept_len
 
 
-def windows(starts: Tensor, num_tokens: int) -> Tensor:
+def positions_from(starts: Tensor, num_tokens: int) -> Tensor:
     """Returns `num_tokens` consecutive positions for each start in `starts` [B], as [B, num_tokens]."""
     return starts.unsqueeze(1) + torch.arange(num_tokens, device=starts.device)
 
 
-def window_input(
+def forward_input_of(
     batch: ForwardBatch,
     tokens: Tensor,
     pool: KvPool,

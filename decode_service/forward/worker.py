@@ -28,7 +28,7 @@ from common.model.target import Target, TargetOutput
 from common.sampling.operators import Sampled, draw, sample
 from common.sampling.state import SamplingState
 from decode_service.forward.drafter import Drafter, Reading, Verified, forced_or
-from decode_service.forward.forward_batch import ForwardBatch, window_input
+from decode_service.forward.forward_batch import ForwardBatch, forward_input_of
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.speculate.draft_tree import DraftTree
 
@@ -149,7 +149,7 @@ class Worker:
         new_seq_lens: Cell[Tensor] = Cell()
         if not batch.has_drafts:  # all that the target needs is known, except which tokens there are
             tokens = torch.empty_like(batch.req_pool_indices)
-            compute.set(self._prepared(window_input(batch, tokens, self._pool, self._group)))
+            compute.set(self._prepared(forward_input_of(batch, tokens, self._pool, self._group)))
 
         def resolve() -> None:
             inputs = future_map.resolve_forward_inputs(batch.req_pool_indices, with_seeds=batch.has_drafts)
@@ -165,9 +165,9 @@ class Worker:
             tree = drafter.draft(batch, inputs)
             if batch.forced is not None and tree.is_chain:
                 tree = DraftTree.chain(forced_or(batch.forced, tree.token_ids))
-            window = self._window(batch, inputs, tree)
-            drafted.set(_Drafted(tree, window.positions))
-            compute.set(self._model.prepare(window))
+            forward_input = self._verify_input(batch, inputs, tree)
+            drafted.set(_Drafted(tree, forward_input.positions))
+            compute.set(self._model.prepare(forward_input))
             if masked is not None:
                 to_host = self._device.to_host
                 masked.drafts.set(HostDrafts(to_host(tree.token_ids), to_host(tree.parents)))
@@ -238,19 +238,19 @@ class Worker:
     def _group(self) -> str:
         return self._model.layer_group.name
 
-    def _prepared(self, window: ForwardInput) -> Callable[[], TargetOutput]:
+    def _prepared(self, forward_input: ForwardInput) -> Callable[[], TargetOutput]:
         """Prepares the forward, and returns the function that runs it.
 
         If the preparation fails, that function raises the error, so that only its step fails.
         """
         try:
-            return self._model.prepare(window)
+            return self._model.prepare(forward_input)
         except Exception as error:
             return partial(_fail, error)
 
-    def _window(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree) -> ForwardInput:
+    def _verify_input(self, batch: ForwardBatch, inputs: RelayedInputs, tree: DraftTree) -> ForwardInput:
         """Returns the target's input: each row's last token, and the drafts after it."""
-        return window_input(
+        return forward_input_of(
             batch,
             torch.cat([inputs.tokens.unsqueeze(1), tree.token_ids], dim=1),
             self._pool,

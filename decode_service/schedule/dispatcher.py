@@ -28,7 +28,7 @@ from decode_service.messages import (
     StartHandoff,
 )
 from decode_service.schedule.config import DecodeConfig
-from decode_service.schedule.handoff_policy import HandoffPolicy, Later, Need, NoReplica, Spared, Start
+from decode_service.schedule.handoff_policy import HandoffPolicy, Later, NoReplica, RowNeed, Spared, Start
 from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, Scored
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill
@@ -99,7 +99,7 @@ class PrefillDispatcher:
         self._policy = HandoffPolicy(config, pool=pool, local=local, replicas=replicas, bringing_kv=lives.bringing_kv)
         self._is_degraded = False
         self._last_look = _Look()
-        self.short: list[Need] = []
+        self.short: list[RowNeed] = []
         self._call_numbers = itertools.count()
         self.num_row_retries = 0
         self.held_bytes = 0  # KV that was not sent for rows that have landed, because it was here
@@ -264,7 +264,7 @@ class PrefillDispatcher:
                 self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
         return spared
 
-    def _reserve(self, need: Need) -> RowLease | None:
+    def _reserve(self, need: RowNeed) -> RowLease | None:
         """Reserves a row with slots for the KV that the request will have here. Returns None if it lacks something."""
         if self._pool.num_free_rows <= need.num_spared_rows:
             return None

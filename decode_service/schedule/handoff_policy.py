@@ -40,7 +40,7 @@ class Spared:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class RowNeed:
     """The row and slots that a waiting request needs. Of its `num_tokens` tokens those need no slots that the prefix
     cache has for `key`; `is_received` says whether the others come from a replica. `num_spared_rows` rows and
     `num_spared` slots must be left after it.
@@ -75,7 +75,7 @@ class NoReplica:
 class Start:
     """The request starts if the pool has what it needs: at one of `candidates`, or here if there are none."""
 
-    need: Need
+    need: RowNeed
     candidates: Sequence[Replica]
 
 
@@ -133,7 +133,7 @@ class HandoffPolicy:
                 return Later(num_tokens - awaited.num_tokens, awaited)
         return Start(self.need_of(req, spared, stays_home=stays_home), candidates)
 
-    def need_of(self, req: Request, spared: Spared, *, stays_home: bool) -> Need:
+    def need_of(self, req: Request, spared: Spared, *, stays_home: bool) -> RowNeed:
         """Returns the row and slots that `req` needs. `stays_home` means that this service computes the prompt."""
         num_others = self._pool.rows.max_rows - self._pool.num_free_rows + spared.num_rows
         num_spared = spared.num_tokens
@@ -141,7 +141,7 @@ class HandoffPolicy:
             num_spared += (num_others + 1) * self._config.headroom_tokens
         num_tokens = len(req.token_ids) if req.needs_kv or stays_home else 0
         key = None if not num_tokens or (stays_home and req.is_scored) else req.cache_key
-        return Need(req, num_tokens, key, not stays_home and num_tokens > 0, spared.num_rows, num_spared)
+        return RowNeed(req, num_tokens, key, not stays_home and num_tokens > 0, spared.num_rows, num_spared)
 
     def stays_home(self, req: Request, now_s: float) -> bool:
         """Returns whether this service computes the request's prompt itself, instead of handing it to a replica.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from common.kv.pool import KvPool, RowLease
 from decode_service.messages import Phase
-from decode_service.schedule.handoff_policy import Need
+from decode_service.schedule.handoff_policy import RowNeed
 from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import RunningRows
@@ -56,7 +56,7 @@ class Retraction:
             self._retract_last(running)
         return True
 
-    def make_way(self, running: ScheduleBatch, short: Sequence[Need]) -> None:
+    def make_way(self, running: ScheduleBatch, short: Sequence[RowNeed]) -> None:
         """Takes rows and slots for one of the waiting requests that lack some, from clients or tenants that hold more.
 
         It does so for one that has waited for `reclaim_after_s`: the first in turn, or else another one for which its
@@ -72,7 +72,7 @@ class Retraction:
                     return
                 self._shares.look(self._lives.holding, now_s)
 
-    def _giving_way(self, running: ScheduleBatch, short: Need, now_s: float, *, is_first: bool) -> Sequence[Request]:
+    def _giving_way(self, running: ScheduleBatch, short: RowNeed, now_s: float, *, is_first: bool) -> Sequence[Request]:
         """Returns the requests that give way to one that waits. There are none if all are too few, or none need to."""
         req = short.req
         level = self._level(req, now_s)

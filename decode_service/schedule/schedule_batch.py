@@ -20,7 +20,7 @@ from common.grammar.matcher import NOT_FORCED
 from common.kv.pool import KvPool
 from common.sampling.state import SamplingBatch, sampling_needs
 from common.wire.handoff import PrebuiltBatch
-from decode_service.forward.forward_batch import ForwardBatch, ForwardMode, windows
+from decode_service.forward.forward_batch import ForwardBatch, ForwardMode, positions_from
 from decode_service.schedule.request import Request
 from decode_service.speculate.depth import Depth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
@@ -177,7 +177,7 @@ class ScheduleBatch:
         if self.num_step_slots == 1:
             self.out_cache_loc = table[self.req_pool_indices, self.seq_lens]
         else:
-            positions = windows(self.seq_lens, self.num_step_slots)
+            positions = positions_from(self.seq_lens, self.num_step_slots)
             self.out_cache_loc = table[self.req_pool_indices.unsqueeze(1), positions].flatten()
         if not self.spec_info.has_drafts:
             self.seq_lens = self.seq_lens + 1

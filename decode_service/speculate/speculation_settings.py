@@ -21,19 +21,6 @@ def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
     """Returns the speculation that the settings ask for. Raises StartupError, naming the setting, if the head does not
     fit.
     """
-    return _shape_of(settings, head)
-
-
-def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
-    """Returns `spec_info` with a new `max_unread`, the number of tokens per row that the head may leave unread.
-
-    It is MAX_CATCH_UP_TOKENS / `max_rows`, because the head reads what all rows have left in one forward, but at least
-    1 and at most MAX_UNREAD.
-    """
-    return replace(spec_info, max_unread=max(1, min(MAX_UNREAD, MAX_CATCH_UP_TOKENS // max_rows)))
-
-
-def _shape_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
     topk, num_layers = settings.draft_topk, head.layer_group.num_layers
     max_steps = num_layers if num_layers > 1 else None
     if topk == 1:
@@ -47,6 +34,15 @@ def _shape_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
             f"{most} drafts"
         )
     return SpecInfo(settings.num_draft_steps, settings.num_draft_tokens, topk)
+
+
+def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
+    """Returns `spec_info` with a new `max_unread`, the number of tokens per row that the head may leave unread.
+
+    It is MAX_CATCH_UP_TOKENS / `max_rows`, because the head reads what all rows have left in one forward, but at least
+    1 and at most MAX_UNREAD.
+    """
+    return replace(spec_info, max_unread=max(1, min(MAX_UNREAD, MAX_CATCH_UP_TOKENS // max_rows)))
 
 
 def _chain(settings: DecodeSettings, max_steps: int | None) -> SpecInfo:

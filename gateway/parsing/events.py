@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class _TextPiece:
+class _NewText:
     """A piece of text. If it `is_new`, it begins another text after an earlier one of its kind."""
 
     text: str
@@ -19,12 +19,12 @@ class _TextPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningText(_TextPiece):
+class ReasoningText(_NewText):
     pass
 
 
 @dataclass(frozen=True, slots=True)
-class ContentText(_TextPiece):
+class ContentText(_NewText):
     pass
 
 

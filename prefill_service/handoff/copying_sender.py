@@ -16,25 +16,25 @@ from common.kv.pool import KvPool
 from common.kv.slot_allocator import run_of
 from common.telemetry.timeline import FLOW
 from common.wire.handoff import KvSegment, NewFramedKv, segment_flow
-from prefill_service.handoff.piece import Piece, PieceSender, SentPiece
+from prefill_service.handoff.segments import SegmentSender, SentKv, UnsentKv
 from prefill_service.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    piece: Piece
+    part: UnsentKv
     scope: Scope
     segment: Cell[KvSegment]
     done: Event
 
 
-class CopyingSender(PieceSender):
-    """Copies pieces of KV out of the pool and turns them into segments. A piece needs the pool until its copy has
+class CopyingSender(SegmentSender):
+    """Copies parts of KV out of the pool and turns them into segments. A part needs the pool until its copy has
     ended.
 
     Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
     always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
-    pieces queued or bytes that gRPC has not taken, each takes at most a quarter of the budget.
+    parts queued or bytes that gRPC has not taken, each takes at most a quarter of the budget.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CopyingSender(PieceSender):
         self._pool = pool
         self._budget_bytes = budget_bytes
         self._stream = device.new_stream("sending", StreamKind.COPY, on_event)
-        self._queued: dict[str, deque[Piece]] = {}
+        self._queued: dict[str, deque[UnsentKv]] = {}
         self._copying: deque[_Copy] = deque()
         self._unsent: dict[str, int] = {}  # by call
         self._unsent_bytes = 0  # sum over all calls
@@ -74,33 +74,33 @@ class CopyingSender(PieceSender):
         return self._unsent_bytes
 
     def start(self, num_forwards: int) -> None:
-        """Starts as many copies as the budget allows. Calls take turns, one piece each.
+        """Starts as many copies as the budget allows. Calls take turns, one part each.
 
-        `num_forwards` is the number of forwards that have ended. Their pieces are copied, and those of the forward that
-        ends next. Pieces of later forwards must wait, because one stream makes all copies in order: KV that is ready
+        `num_forwards` is the number of forwards that have ended. Their parts are copied, and those of the forward that
+        ends next. Parts of later forwards must wait, because one stream makes all copies in order: KV that is ready
         sooner would be copied only after them.
         """
         turns = deque(self._queued)
         while turns:
             call_id = turns.popleft()
-            pieces = self._queued[call_id]
-            if not pieces:
+            parts = self._queued[call_id]
+            if not parts:
                 del self._queued[call_id]
-            elif pieces[0].forward <= num_forwards and self._may_take(call_id, pieces[0].num_bytes):
-                self._copy(pieces.popleft())
+            elif parts[0].forward <= num_forwards and self._may_take(call_id, parts[0].num_bytes):
+                self._copy(parts.popleft())
                 turns.append(call_id)
 
-    def poll(self) -> Iterator[SentPiece]:
+    def poll(self) -> Iterator[SentKv]:
         while self._copying and self._copying[0].done.is_done():
             copy = self._copying.popleft()
             raise_if_device_failed(copy.done)
-            piece, error = copy.piece, copy.scope.error
-            is_wanted = self._is_wanted(piece)
-            if (not is_wanted or error is not None) and self.owes(piece.prompt.call_id):
-                self.return_budget(piece.prompt.call_id, piece.num_bytes)
+            part, error = copy.part, copy.scope.error
+            is_wanted = self._is_wanted(part)
+            if (not is_wanted or error is not None) and self.owes(part.prompt.call_id):
+                self.return_budget(part.prompt.call_id, part.num_bytes)
             if is_wanted:
-                self._num_pieces[piece.prompt] -= 1
-                yield SentPiece(piece.prompt, copy.segment.get() if error is None else None, error)
+                self._num_unsent[part.prompt] -= 1
+                yield SentKv(part.prompt, copy.segment.get() if error is None else None, error)
 
     def owes(self, call_id: str) -> bool:
         """Returns whether some of the call's bytes still count against the budget."""
@@ -121,20 +121,20 @@ class CopyingSender(PieceSender):
     def forget(self, prompt: Prompt) -> None:
         """Sends no more of this prompt. Copies that have started run to their end; their segments are dropped."""
         super().forget(prompt)
-        pieces = self._queued.get(prompt.call_id)
-        if pieces is not None:
-            self._queued[prompt.call_id] = deque(piece for piece in pieces if piece.prompt is not prompt)
+        parts = self._queued.get(prompt.call_id)
+        if parts is not None:
+            self._queued[prompt.call_id] = deque(part for part in parts if part.prompt is not prompt)
 
     def forget_call(self, call_id: str) -> None:
-        """Drops the call's queued pieces and frees its budget, because its gRPC stream is gone."""
+        """Drops the call's queued parts and frees its budget, because its gRPC stream is gone."""
         self._queued.pop(call_id, None)
         self._set_unsent(call_id, 0)
 
     def close(self, timeout_s: float) -> None:
         self._stream.close(timeout_s)
 
-    def _take(self, pieces: Sequence[Piece]) -> None:
-        self._queued.setdefault(pieces[0].prompt.call_id, deque()).extend(pieces)
+    def _take(self, parts: Sequence[UnsentKv]) -> None:
+        self._queued.setdefault(parts[0].prompt.call_id, deque()).extend(parts)
 
     def _may_take(self, call_id: str, num_bytes: int) -> bool:
         mine = self._unsent.get(call_id, 0)
@@ -144,47 +144,47 @@ class CopyingSender(PieceSender):
         share = self._budget_bytes if is_alone else self._budget_bytes // 4
         return mine == 0 or mine + num_bytes <= share
 
-    def _copy(self, piece: Piece) -> None:
-        scope = Scope(f"send {piece.prompt.row.request_id}")
+    def _copy(self, part: UnsentKv) -> None:
+        scope = Scope(f"send {part.prompt.row.request_id}")
         segment: Cell[KvSegment] = Cell()
 
         def copy_out() -> None:
-            segment.set(self._copied_out(piece))
+            segment.set(self._copied_out(part))
 
-        self.take_budget(piece.prompt.call_id, piece.num_bytes)
-        self._stream.wait(piece.written)
-        row = piece.prompt.row
-        flow = segment_flow(row.request_id, row.attempt, piece.group.name, piece.layer_start, piece.token_start)
-        self._stream.enqueue(Measured(copy_out, {"bytes": piece.num_bytes, FLOW: flow}), scope)
+        self.take_budget(part.prompt.call_id, part.num_bytes)
+        self._stream.wait(part.written)
+        row = part.prompt.row
+        flow = segment_flow(row.request_id, row.attempt, part.group.name, part.layer_start, part.token_start)
+        self._stream.enqueue(Measured(copy_out, {"bytes": part.num_bytes, FLOW: flow}), scope)
         done = self._stream.record(scope)
-        piece.lease.use_until(done, self._stream)
-        self._copying.append(_Copy(piece, scope, segment, done))
+        part.lease.use_until(done, self._stream)
+        self._copying.append(_Copy(part, scope, segment, done))
 
-    def _copied_out(self, piece: Piece) -> KvSegment:
-        """Copies the piece's KV out of the pool and returns it as a segment. Runs on the copying stream.
+    def _copied_out(self, part: UnsentKv) -> KvSegment:
+        """Copies the part's KV out of the pool and returns it as a segment. Runs on the copying stream.
 
         If the pool is on a GPU, the copy has ended only when the stream's work so far is done.
         """
         if self._new_framed_kv is not None and self._device.torch_device.type == "cpu":
-            framed = self._new_framed_kv(piece.num_bytes, lambda array: self._gather(piece, from_numpy(array)))
-            return replace(piece.segment, framed=framed)
-        target = self._device.host_buffer((piece.num_bytes,), torch.uint8)
-        self._gather(piece, target)
-        return replace(piece.segment, payload=target.numpy())
+            framed = self._new_framed_kv(part.num_bytes, lambda array: self._gather(part, from_numpy(array)))
+            return replace(part.segment, framed=framed)
+        target = self._device.host_buffer((part.num_bytes,), torch.uint8)
+        self._gather(part, target)
+        return replace(part.segment, payload=target.numpy())
 
-    def _gather(self, piece: Piece, into: Tensor) -> None:
-        group, shards = piece.group, self._pool.shards[piece.group.name]
+    def _gather(self, part: UnsentKv, into: Tensor) -> None:
+        group, shards = part.group, self._pool.shards[part.group.name]
         values = into.view(shards[0].kv.dtype).view(
-            piece.num_layers, group.num_planes, piece.num_tokens, group.num_heads, group.head_dim
+            part.num_layers, group.num_planes, part.num_tokens, group.num_heads, group.head_dim
         )
-        slots = self._pool.slots_of(piece.lease, piece.group.name, piece.tokens)
+        slots = self._pool.slots_of(part.lease, part.group.name, part.tokens)
         run = run_of(slots)
         places = None if run is not None else self._device.to_device(torch.from_numpy(slots))
         torch_device = self._device.torch_device
         here = values if torch_device.type == "cpu" else torch.empty_like(values, device=torch_device)
         with across_devices([shard.kv for shard in shards]):
             for shard in shards:
-                layers, own = shard.kv[piece.layers], here[..., shard.heads, :]
+                layers, own = shard.kv[part.layers], here[..., shard.heads, :]
                 if places is None:
                     own.copy_(layers[:, :, run], non_blocking=True)
                 elif own.is_contiguous() and own.device == layers.device:

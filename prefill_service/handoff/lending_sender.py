@@ -10,37 +10,37 @@ from common.device.stream import raise_if_device_failed
 from common.kv.pool import KvPool
 from common.kv.shared_kv import MAX_LENT_BYTES
 from common.kv.shared_pool import SharedPool
-from prefill_service.handoff.piece import Piece, PieceSender, SentPiece
+from prefill_service.handoff.segments import SegmentSender, SentKv, UnsentKv
 from prefill_service.prompt import Prompt
 
 
-class LendingSender(PieceSender):
-    """Sends pieces of KV by lending them. A piece needs the pool until the receiver has given it back."""
+class LendingSender(SegmentSender):
+    """Sends parts of KV by lending them. A part needs the pool until the receiver has given it back."""
 
     def __init__(self, pool: KvPool, memory: SharedPool) -> None:
         """Creates a sender that lends the KV of `pool`, which lies in `memory`."""
         super().__init__(max_segment_bytes=MAX_LENT_BYTES)
         self._pool = pool
         self._memory = memory
-        self._queued: deque[Piece] = deque()
+        self._queued: deque[UnsentKv] = deque()
         self._lent: dict[int, Prompt] = {}
 
     @property
     def is_busy(self) -> bool:
         return bool(self._queued)
 
-    def poll(self) -> Iterator[SentPiece]:
-        for piece in self._written():
-            slots = self._pool.slots_of(piece.lease, piece.group.name, piece.tokens)
-            shared = self._memory.lend(piece.group.name, piece.layers, slots)
-            self._lent[shared.ticket.number] = piece.prompt
-            yield SentPiece(piece.prompt, replace(piece.segment, shared=shared), None)
+    def poll(self) -> Iterator[SentKv]:
+        for part in self._written():
+            slots = self._pool.slots_of(part.lease, part.group.name, part.tokens)
+            shared = self._memory.lend(part.group.name, part.layers, slots)
+            self._lent[shared.ticket.number] = part.prompt
+            yield SentKv(part.prompt, replace(part.segment, shared=shared), None)
 
     def return_segments(self, numbers: Sequence[int]) -> None:
         """Takes segments back that the receiver has finished reading. Segments of ended prompts are ignored."""
         for number in numbers:
             if (prompt := self._lent.pop(number, None)) is not None:
-                self._num_pieces[prompt] -= 1
+                self._num_unsent[prompt] -= 1
 
     def forget(self, prompt: Prompt) -> None:
         """Sends no more of this prompt, and forgets its lent segments.
@@ -51,34 +51,34 @@ class LendingSender(PieceSender):
         super().forget(prompt)
         self._lent = {number: borrower for number, borrower in self._lent.items() if borrower is not prompt}
 
-    def _take(self, pieces: Sequence[Piece]) -> None:
-        self._queued.extend(pieces)
+    def _take(self, parts: Sequence[UnsentKv]) -> None:
+        self._queued.extend(parts)
 
-    def _written(self) -> list[Piece]:
-        """Takes the written pieces out of the queue and returns those to lend.
+    def _written(self) -> list[UnsentKv]:
+        """Takes the written parts out of the queue and returns those to lend.
 
-        Adjacent layers of the same tokens are joined into one piece.
+        Adjacent layers of the same tokens are joined into one part.
         """
-        pieces: list[Piece] = []
+        parts: list[UnsentKv] = []
         last: dict[tuple[int, str, int], int] = {}
         while self._queued and self._queued[0].written.is_done():
-            piece = self._queued.popleft()
-            raise_if_device_failed(piece.written)
-            if not self._is_wanted(piece):
+            part = self._queued.popleft()
+            raise_if_device_failed(part.written)
+            if not self._is_wanted(part):
                 continue
-            tokens = (id(piece.prompt), piece.group.name, piece.token_start)
+            tokens = (id(part.prompt), part.group.name, part.token_start)
             place = last.get(tokens)
-            if place is not None and _are_one_loan(pieces[place], piece):
-                pieces[place].num_layers += piece.num_layers
-                self._num_pieces[piece.prompt] -= 1
+            if place is not None and _are_one_loan(parts[place], part):
+                parts[place].num_layers += part.num_layers
+                self._num_unsent[part.prompt] -= 1
             else:
-                last[tokens] = len(pieces)
-                pieces.append(piece)
-        return pieces
+                last[tokens] = len(parts)
+                parts.append(part)
+        return parts
 
 
-def _are_one_loan(first: Piece, following: Piece) -> bool:
-    """Returns whether two pieces of a row, whose first token is the same, can be lent as one segment.
+def _are_one_loan(first: UnsentKv, following: UnsentKv) -> bool:
+    """Returns whether two parts of a row, whose first token is the same, can be lent as one segment.
 
     They must have the same tokens and adjacent layers, and together must not exceed MAX_LENT_BYTES.
     """

@@ -1,6 +1,6 @@
 """Sends KV to the decode services. A chunk's first layers leave while its later layers and the next chunk compute.
 
-chunk launched ──▶ pieces queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
+chunk launched ──▶ parts queued ──budget──▶ copied to the host on the sending stream ──▶ KvSegment frames
                       │            ◀────────── BytesSent returns the budget ─────────────────┘
                       └── receiver can read the pool: lent as it lies there ──▶ KvSegment frames
                                    ◀────────── SegmentsReturned ends the loan ─┘
@@ -18,19 +18,19 @@ from common.prompts.chunk_batch import Chunk
 from common.wire.handoff import NewFramedKv
 from prefill_service.handoff.copying_sender import CopyingSender
 from prefill_service.handoff.lending_sender import LendingSender
-from prefill_service.handoff.piece import Piece, PieceSender, SentPiece, first_sent, sent_tokens
+from prefill_service.handoff.segments import SegmentSender, SentKv, UnsentKv, first_sent, sent_tokens
 from prefill_service.messages import BytesSent, SegmentsReturned
 from prefill_service.prompt import Prompt
 
 
 class KvSender:
     """Sends the KV of prompts as copies, or as loans if the call's receiver can read the pool's `memory`. A loan copies
-    nothing. A piece is the part of a prompt's KV that goes into one segment. Only the engine thread calls this class,
+    nothing. A part is the KV of a prompt that goes into one segment. Only the engine thread calls this class,
     and nothing here blocks.
 
     Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
     always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
-    pieces queued or bytes that gRPC has not taken, each takes at most a quarter of the budget. Log-probabilities of
+    parts queued or bytes that gRPC has not taken, each takes at most a quarter of the budget. Log-probabilities of
     prompts take budget too, from every call.
     """
 
@@ -60,7 +60,7 @@ class KvSender:
             on_event=on_event,
         )
         self._lending = None if memory is None else LendingSender(pool, memory)
-        self._of_call: dict[str, PieceSender] = {}
+        self._of_call: dict[str, SegmentSender] = {}
         self._num_forwards = 0
         self._num_ended = 0
 
@@ -71,7 +71,7 @@ class KvSender:
 
     @property
     def is_busy(self) -> bool:
-        """Whether pieces are being copied or wait to be lent, so that `poll` may soon return segments."""
+        """Whether parts are being copied or wait to be lent, so that `poll` may soon return segments."""
         return self._copying.is_busy or (self._lending is not None and self._lending.is_busy)
 
     def layers_per_segment(self, group: LayerGroupSpec, num_tokens: int) -> int:
@@ -86,9 +86,9 @@ class KvSender:
         assert sender is not None, "nobody can read the pool"
         self._of_call[call_id] = sender
 
-    def num_pieces(self, prompt: Prompt) -> int:
-        """Returns how many pieces of the prompt still need the pool: those not copied out yet, and those lent."""
-        return self._of_call[prompt.call_id].num_pieces(prompt)
+    def num_unsent(self, prompt: Prompt) -> int:
+        """Returns how many parts of the prompt still need the pool: those not copied out yet, and those lent."""
+        return self._of_call[prompt.call_id].num_unsent(prompt)
 
     def forget(self, prompt: Prompt) -> None:
         """Sends no more of this prompt, and forgets the segments lent for it. Its call must be open.
@@ -104,7 +104,7 @@ class KvSender:
         del self._of_call[call_id]
 
     def forget_call(self, call_id: str) -> None:
-        """Drops the call's queued pieces and frees its budget, because its gRPC stream is gone.
+        """Drops the call's queued parts and frees its budget, because its gRPC stream is gone.
 
         It may also be called after `end_call`.
         """
@@ -163,7 +163,7 @@ class KvSender:
                 continue
             prompt = chunk.prompt
             assert prompt.lease is not None
-            whole = Piece(
+            whole = UnsentKv(
                 prompt=prompt,
                 lease=prompt.lease,
                 group=group,
@@ -181,15 +181,15 @@ class KvSender:
         self._num_ended += 1
 
     def start_copies(self) -> None:
-        """Starts as many copies as the budget allows. Calls take turns, one piece each.
+        """Starts as many copies as the budget allows. Calls take turns, one part each.
 
-        Pieces of forwards that have ended are copied, and those of the forward that ends next. Pieces of later forwards
+        Parts of forwards that have ended are copied, and those of the forward that ends next. Parts of later forwards
         must wait, because one stream makes all copies in order: KV that is ready sooner would be copied only after
         them.
         """
         self._copying.start(self._num_ended)
 
-    def poll(self) -> list[SentPiece]:
+    def poll(self) -> list[SentKv]:
         """Returns segments whose copies have ended, and those that can be lent, each in order.
 
         KV that a failed forward did not write is left out: that forward's end fails its prompts. Raises the error of a

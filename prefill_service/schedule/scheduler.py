@@ -37,7 +37,7 @@ from common.sampling.state import SamplingState
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, recorded
 from common.wire.handoff import NewFramedKv, RowFailed, RowLogprobs
-from prefill_service.handoff.piece import SentPiece, sent_bytes, sent_tokens
+from prefill_service.handoff.segments import SentKv, sent_bytes, sent_tokens
 from prefill_service.handoff.sender import KvSender
 from prefill_service.messages import (
     BytesSent,
@@ -158,7 +158,7 @@ class PrefillEngine:
         self._calls: dict[str, dict[int, Prompt]] = {}
         self._lives = PromptLives(self.pool, ageing=config.ageing, ended=self._ended)
         self._in_flight: deque[_Step] = deque()
-        self._failed_copies: list[SentPiece] = []
+        self._failed_copies: list[SentKv] = []
         self._outbox: Outbox[Event] = Outbox(self._edge.deliver, self.track)
         self._is_draining = False
         self._has_freed = False  # at the last step's end; then a queued prompt is tried at once
@@ -458,7 +458,7 @@ class PrefillEngine:
                 self._fail(sent.prompt, RowFailure.COMPUTE, f"copying KV failed: {sent.error}", retryable=True)
                 self._end_call_if_done(sent.prompt.call_id)
         for prompt in self._lives.in_phase(PromptPhase.SENDING):
-            if not self._sender.num_pieces(prompt):
+            if not self._sender.num_unsent(prompt):
                 self._lives.enter(prompt, PromptPhase.ENDED)
                 self._end_call_if_done(prompt.call_id)
 

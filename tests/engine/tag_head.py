@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.draft.head import DraftOutput, output_of
-from common.draft.seed import Seed
+from common.draft.seed import DraftSeed
 from common.kv.layer_group import DRAFT_GROUP, LayerGroupSpec
 from common.model.capture import HiddenCapture
 from common.sampling.operators import propose, propose_branches
@@ -137,11 +137,11 @@ class _Proposing:
         return propose_branches(logits, _IDS, row, position, self._state, self._batch, topk=topk)
 
 
-def first_seed(token_ids: Sequence[int], sampling: ResolvedSampling, *, topk: int) -> Seed:
+def first_seed(token_ids: Sequence[int], sampling: ResolvedSampling, *, topk: int) -> DraftSeed:
     """Returns the seed that prefill hands over together with the last token of `token_ids`, which has no KV yet."""
     topk_index, topk_p = _Proposing(sampling).best(token_ids, topk=topk)
     hidden = torch.tensor([[guess_after(token_ids), len(token_ids) - 2, token_ids[0]]], dtype=torch.float32)
-    return Seed(topk_index, None if topk == 1 else topk_p, hidden)
+    return DraftSeed(topk_index, None if topk == 1 else topk_p, hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.draft.mtp import MtpHead
-from common.draft.seed import Seed
+from common.draft.seed import DraftSeed
 from common.kv.pool import KvPool
 from common.sampling import operators as sampling
 from common.sampling.operators import Largest, Sampled
@@ -178,12 +178,12 @@ def kv_of_the_path_not_moved(patch: pytest.MonkeyPatch) -> None:
 
 
 def verify_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
-    window_input = worker.window_input
+    forward_input_of = worker.forward_input_of
 
     def mutant(*arguments: Any, **keywords: Any) -> ForwardInput:
-        return dataclasses.replace(window_input(*arguments, **keywords), tree_mask=None)
+        return dataclasses.replace(forward_input_of(*arguments, **keywords), tree_mask=None)
 
-    patch.setattr(worker, "window_input", mutant)
+    patch.setattr(worker, "forward_input_of", mutant)
 
 
 def all_tokens_drawn_with_one_noise(patch: pytest.MonkeyPatch) -> None:
@@ -222,17 +222,17 @@ def drafts_draw_by_place_in_their_vocabulary(patch: pytest.MonkeyPatch) -> None:
     _drafts_draw(patch, lambda coupled, logits, ids, *rest: coupled(logits, torch.arange(ids.shape[0]), *rest))
 
 
-def _draft_extend(patch: pytest.MonkeyPatch, mutant: Callable[..., Seed]) -> None:
+def _draft_extend(patch: pytest.MonkeyPatch, mutant: Callable[..., DraftSeed]) -> None:
     """Replaces the decode side's `extend_draft`. `mutant` gets the original first, then its arguments."""
     extend_draft = eagle_drafter.extend_draft
     patch.setattr(eagle_drafter, "extend_draft", lambda *given, **named: mutant(extend_draft, *given, **named))
 
 
 def seed_of_the_windows_last_row(patch: pytest.MonkeyPatch) -> None:
-    def mutant(extend_draft: Any, head: Any, window: ForwardInput, captured: Tensor, **named: Any) -> Seed:
+    def mutant(extend_draft: Any, head: Any, window: ForwardInput, captured: Tensor, **named: Any) -> DraftSeed:
         num_tokens = captured.shape[0] // named["rows"].shape[0]
         last = torch.arange(num_tokens - 1, captured.shape[0], num_tokens)
-        seed: Seed = extend_draft(head, window, captured, **{**named, "last": last})
+        seed: DraftSeed = extend_draft(head, window, captured, **{**named, "last": last})
         return seed
 
     _draft_extend(patch, mutant)
@@ -250,21 +250,21 @@ def drafted_kv_left_in_place(patch: pytest.MonkeyPatch) -> None:
     wrote while drafting.
     """
 
-    def mutant(extend_draft: Any, head: Any, window: ForwardInput, captured: Tensor, **named: Any) -> Seed:
+    def mutant(extend_draft: Any, head: Any, window: ForwardInput, captured: Tensor, **named: Any) -> DraftSeed:
         nowhere = torch.zeros_like(window.out_cache_loc)
-        seed: Seed = extend_draft(head, dataclasses.replace(window, out_cache_loc=nowhere), captured, **named)
+        seed: DraftSeed = extend_draft(head, dataclasses.replace(window, out_cache_loc=nowhere), captured, **named)
         return seed
 
     _draft_extend(patch, mutant)
 
 
 def draft_mask_is_causal(patch: pytest.MonkeyPatch) -> None:
-    window_input = eagle_drafter.window_input
+    forward_input_of = eagle_drafter.forward_input_of
 
     def mutant(*arguments: Any, **keywords: Any) -> ForwardInput:
-        return dataclasses.replace(window_input(*arguments, **keywords), tree_mask=None)
+        return dataclasses.replace(forward_input_of(*arguments, **keywords), tree_mask=None)
 
-    patch.setattr(eagle_drafter, "window_input", mutant)
+    patch.setattr(eagle_drafter, "forward_input_of", mutant)
 
 
 def ids_not_shifted_per_layer(patch: pytest.MonkeyPatch) -> None:

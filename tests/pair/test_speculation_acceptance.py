@@ -92,12 +92,12 @@ def trials_met() -> Iterator[list[Trial]]:
     """Yields a list that collects a Trial for every draft that verification reaches, while chains are drafted."""
     met: list[Trial] = []
     nodes: list[list[list[int]]] = []
-    window_input, accept = worker.window_input, DraftTree.accept
+    forward_input_of, accept = worker.forward_input_of, DraftTree.accept
 
     def watched_window(batch: Any, tokens: Tensor, pool: Any, group: str, **named: Any) -> ForwardInput:
         if group == "target" and batch.has_drafts:
             nodes.append(tokens.tolist())
-        return window_input(batch, tokens, pool, group, **named)
+        return forward_input_of(batch, tokens, pool, group, **named)
 
     def watched_accept(self: DraftTree, target_ids: Tensor) -> AcceptedPath:
         accepted = accept(self, target_ids)
@@ -109,7 +109,7 @@ def trials_met() -> Iterator[list[Trial]]:
         return accepted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "window_input", watched_window)
+        patch.setattr(worker, "forward_input_of", watched_window)
         patch.setattr(DraftTree, "accept", watched_accept)
         yield met
 

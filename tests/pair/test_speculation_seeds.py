@@ -20,7 +20,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from common.draft.seed import Seed
+from common.draft.seed import DraftSeed
 from common.prompts import worker as prefill
 from common.prompts.chunk_batch import Chunk
 from common.sampling.params import ResolvedSampling
@@ -59,9 +59,9 @@ class Left:
 def seeds_left_in(module: ModuleType) -> Iterator[list[Left]]:
     """Yields a list that collects the seeds of every draft-extend that `module` runs, row by row."""
     left: list[Left] = []
-    extend_draft: Callable[..., Seed] = module.extend_draft  # type: ignore[attr-defined]
+    extend_draft: Callable[..., DraftSeed] = module.extend_draft  # type: ignore[attr-defined]
 
-    def watched(*given: Any, **named: Any) -> Seed:
+    def watched(*given: Any, **named: Any) -> DraftSeed:
         seed = extend_draft(*given, **named)
         if named["positions"].numel():
             left.append(Left(int(named["positions"]), {name: column[0] for name, column in seed.columns().items()}))
@@ -141,7 +141,8 @@ def unread_a_position_late(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: DraftBacklog, *given: Any) -> UnreadTokens:
         all_unread = unread(self, *given)
-        return replace(all_unread, window=replace(all_unread.window, positions=all_unread.window.positions + 1))
+        moved = replace(all_unread.forward_input, positions=all_unread.forward_input.positions + 1)
+        return replace(all_unread, forward_input=moved)
 
     patch.setattr(DraftBacklog, "unread", mutant)
 

@@ -27,7 +27,7 @@ class OutputLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputPiece:
+class NewOutput:
     """New output. Its text may lag behind its ids. `logprobs` has one entry per id, or none at all."""
 
     token_ids: tuple[int, ...] = ()
@@ -37,8 +37,8 @@ class OutputPiece:
     def __bool__(self) -> bool:
         return bool(self.token_ids or self.text)
 
-    def __add__(self, later: OutputPiece) -> OutputPiece:
-        return OutputPiece(self.token_ids + later.token_ids, self.text + later.text, self.logprobs + later.logprobs)
+    def __add__(self, later: NewOutput) -> NewOutput:
+        return NewOutput(self.token_ids + later.token_ids, self.text + later.text, self.logprobs + later.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class OutputProcessor:
     def num_reasoning_tokens(self) -> int:
         return 0 if self._reasoning is None else self._reasoning.num_tokens
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> OutputPiece:
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> NewOutput:
         if not (self._stop_strings or logprobs):
-            return OutputPiece(tuple(token_ids), self._push_all(token_ids))
+            return NewOutput(tuple(token_ids), self._push_all(token_ids))
         texts: list[str] = []
         positions: list[OutputLogprobs] = []
         for token_id in token_ids:
@@ -113,7 +113,7 @@ class OutputProcessor:
             if logprobs:
                 positions.append(self._position(token_id, logprobs[len(texts)]))
             texts.append(self._push_one(token_id))
-        return OutputPiece(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
+        return NewOutput(tuple(token_ids[: len(texts)]), "".join(texts), tuple(positions))
 
     def _push_all(self, token_ids: Sequence[int]) -> str:
         num_before = self._num_output_tokens

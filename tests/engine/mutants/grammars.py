@@ -82,13 +82,13 @@ def forced_tokens_are_not_read(draft: DraftOfTrees, self: EagleDrafter, batch: F
     return DraftTree.chain(torch.where(batch.forced == NOT_FORCED, own, batch.forced))
 
 
-@instead_of(eagle_drafter, "window_input")
+@instead_of(eagle_drafter, "forward_input_of")
 def forced_branches_are_not_read(
-    window_input: Callable[..., ForwardInput], batch: ForwardBatch, token_ids: Tensor, *args: Any, **options: Any
+    forward_input_of: Callable[..., ForwardInput], batch: ForwardBatch, token_ids: Tensor, *args: Any, **options: Any
 ) -> ForwardInput:
     """Let the head read token 0 in a tree of which some tokens are forced."""
     read = token_ids if batch.forced is None else torch.zeros_like(token_ids)
-    return window_input(batch, read, *args, **options)
+    return forward_input_of(batch, read, *args, **options)
 
 
 @instead_of(ResultTaker, "look_ahead")

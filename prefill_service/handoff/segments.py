@@ -1,4 +1,4 @@
-"""Pieces of prompts' KV, each as large as one segment, and the interface of their senders."""
+"""Parts of prompts' KV, each as large as one segment, and the interface of their senders."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def sent_tokens(chunk: Chunk[Prompt], first: int) -> range:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class UnsentKv:
     """A part of one prompt's KV: a range of layers and tokens. The KV is in the pool when the event `written` is done.
 
-    `forward` is the number of the forward that writes it, counted from 0. A queued piece belongs to its sender, which
+    `forward` is the number of the forward that writes it, counted from 0. A queued part belongs to its sender, which
     may add layers to it.
     """
 
@@ -64,7 +64,7 @@ class Piece:
 
     @property
     def segment(self) -> KvSegment:
-        """The segment that carries the piece, without the KV itself."""
+        """The segment that carries the part, without the KV itself."""
         return KvSegment(
             row=self.prompt.index,
             layer_group=self.group.name,
@@ -74,8 +74,8 @@ class Piece:
             num_tokens=self.num_tokens,
         )
 
-    def split(self, max_segment_bytes: int) -> list[Piece]:
-        """Splits the piece into pieces of at most `max_segment_bytes`, or of one token of one layer if that is more."""
+    def split(self, max_segment_bytes: int) -> list[UnsentKv]:
+        """Splits the part into parts of at most `max_segment_bytes`, or of one token of one layer if that is more."""
         if self.num_bytes <= max_segment_bytes:
             return [self]
         num_layers, num_tokens = segment_shape(self.group, max_segment_bytes, layers=self.num_layers)
@@ -94,7 +94,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class SentPiece:
+class SentKv:
     """A segment of a prompt that is ready to be sent, or the error with which its copy failed. One of both is None."""
 
     prompt: Prompt
@@ -102,33 +102,33 @@ class SentPiece:
     error: BaseException | None
 
 
-class PieceSender(ABC):
-    """Turns pieces of KV into segments. Only the engine thread calls it, and nothing here blocks."""
+class SegmentSender(ABC):
+    """Turns parts of KV into segments. Only the engine thread calls it, and nothing here blocks."""
 
     def __init__(self, *, max_segment_bytes: int) -> None:
         self._max_segment_bytes = max_segment_bytes
-        self._num_pieces: dict[Prompt, int] = {}
+        self._num_unsent: dict[Prompt, int] = {}
 
     @property
     @abstractmethod
     def is_busy(self) -> bool:
-        """Whether pieces are on their way, so that `poll` may soon return their segments."""
+        """Whether parts are on their way, so that `poll` may soon return their segments."""
 
-    def num_pieces(self, prompt: Prompt) -> int:
-        """Returns how many pieces of the prompt still need the pool."""
-        return self._num_pieces.get(prompt, 0)
+    def num_unsent(self, prompt: Prompt) -> int:
+        """Returns how many parts of the prompt still need the pool."""
+        return self._num_unsent.get(prompt, 0)
 
-    def queue(self, whole: Piece) -> None:
-        pieces = whole.split(self._max_segment_bytes)
-        self._num_pieces[whole.prompt] = self.num_pieces(whole.prompt) + len(pieces)
-        self._take(pieces)
+    def queue(self, whole: UnsentKv) -> None:
+        parts = whole.split(self._max_segment_bytes)
+        self._num_unsent[whole.prompt] = self.num_unsent(whole.prompt) + len(parts)
+        self._take(parts)
 
     def forget(self, prompt: Prompt) -> None:
-        """Drops the pieces of this prompt that are not sent."""
-        self._num_pieces.pop(prompt, None)
+        """Drops the parts of this prompt that are not sent."""
+        self._num_unsent.pop(prompt, None)
 
     @abstractmethod
-    def poll(self) -> Iterator[SentPiece]:
+    def poll(self) -> Iterator[SentKv]:
         """Yields the segments that are ready, in order. For a segment whose copy failed it yields the error instead.
 
         KV that a failed forward did not write is left out: that forward's end fails its prompts. Raises the error of a
@@ -136,18 +136,18 @@ class PieceSender(ABC):
         """
 
     @abstractmethod
-    def _take(self, pieces: Sequence[Piece]) -> None: ...
+    def _take(self, parts: Sequence[UnsentKv]) -> None: ...
 
-    def _is_wanted(self, piece: Piece) -> bool:
-        """Returns whether to send the piece: its prompt is not forgotten, and its KV was written.
+    def _is_wanted(self, part: UnsentKv) -> bool:
+        """Returns whether to send the part: its prompt is not forgotten, and its KV was written.
 
         Call it only when the event `written` is done.
         """
-        return piece.prompt in self._num_pieces and piece.written.error is None
+        return part.prompt in self._num_unsent and part.written.error is None
 
 
 def segment_shape(group: LayerGroupSpec, max_segment_bytes: int, *, layers: int) -> tuple[int, int]:
-    """Returns how many layers and tokens the largest segment of a piece with `layers` layers has.
+    """Returns how many layers and tokens the largest segment of a part with `layers` layers has.
 
     It has all layers of as many tokens as fit in `max_segment_bytes`. If not even one token fits, it has one token, and
     as many layers as fit, at least one.
