@@ -51,7 +51,7 @@ from decode_service.edge.observer import RequestObserver
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.text.output import OutputProcessor
 from decode_service.forward import forward_side
-from decode_service.forward.drafter import Drafter
+from decode_service.forward.drafter import NoDrafter
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
 from decode_service.forward.worker import OnPublish, WorkerOutput
@@ -150,8 +150,8 @@ class PresetWorker:
     """
 
     def __init__(self, *, max_rows: int, spec_info: SpecInfo, stream: Stream) -> None:
-        self.drafter = Drafter()
-        self.drafter.drafts = spec_info.has_drafts
+        self.drafter = NoDrafter()
+        self._speculates = spec_info.has_drafts
         self._stream = stream
         numbers = torch.Generator().manual_seed(0)
         width = spec_info.max_accept_len
@@ -170,7 +170,7 @@ class PresetWorker:
             reading=self.drafter.launch(batch),
             masked=None,
             accept_lens=Cell() if batch.has_drafts else None,
-            marks=Cell() if self.drafter.drafts else None,
+            marks=Cell() if self._speculates else None,
         )
         tokens = self._tokens[step, :num_rows, : batch.max_accept_len]
         accept_lens = self._accept_lens[step, :num_rows].clamp(max=batch.max_accept_len)
@@ -185,7 +185,7 @@ class PresetWorker:
             output.is_invalid.set(relayed.get().is_invalid)
             new_seq_lens.set(batch.prefix_lens + accept_lens)
 
-        def extend() -> None:
+        def read() -> None:
             output.payload.set(RelayPayload(tokens[:, 0].clone()))
 
         marks = [self._stream.record(scope)]
@@ -195,7 +195,7 @@ class PresetWorker:
         if batch.has_drafts:
             on_publish(new_seq_lens)
         marks.append(self._stream.record(scope))
-        self._stream.enqueue(extend, scope)
+        self._stream.enqueue(read, scope)
         marks.append(self._stream.record(scope))
         if output.marks is not None:
             output.marks.set(tuple(marks))
@@ -350,7 +350,7 @@ class ScheduleRig:
                 ),
                 EngineParts(model=cast(TargetModel, model), draft=cast(DraftHead | None, draft), device=self._device),
                 depth=depth_of(spec_info, adapts=False),
-                drafter=Drafter(),
+                drafter=NoDrafter(),
                 on_step=on_step,
             )
 

@@ -27,7 +27,7 @@ from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.prompts import OUTSIDE_TURNS, ChatTokens, first_turns
 
-PIECES = ("resolve", "draft", "verify", "extend")
+PIECES = ("resolve", "draft", "verify", "read")
 NUM_PROMPTS = 12  # from each file
 NEW_TOKENS = 128
 MAX_TOKENS = 8192
@@ -64,7 +64,6 @@ def pieces(timeline: ServiceTimeline) -> str:
     times_ms: dict[str, list[float]] = defaultdict(list)
     for event in timeline.tracks["forward"]:
         times_ms[event.name].append(event.duration_ns / 1e6)
-    times_ms["verify"] += times_ms["decode"]  # the name of the same work without a draft head
     steps = [(next_.start_ns - one.start_ns) / 1e6 for one, next_ in pairwise(forwards(timeline))]
     columns = [steps, *(times_ms[name] for name in PIECES)]
     return " | ".join(f"{statistics.median(times):.2f}" if times else "" for times in columns)

@@ -50,7 +50,7 @@ class FirstTokens(Generic[PromptT]):
     seeds: dict[str, NDArray[np.generic]]
 
     @classmethod
-    def at(cls, places: Sequence[int], batch: ChunkBatch[PromptT], computed: Computed) -> FirstTokens[PromptT]:
+    def drawn(cls, places: Sequence[int], batch: ChunkBatch[PromptT], computed: Computed) -> FirstTokens[PromptT]:
         """Returns those of a forward's results at `places`, indices of the batch's `sampled_entries`."""
         rows = np.array(places, np.int64)
         logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()
@@ -61,11 +61,10 @@ class FirstTokens(Generic[PromptT]):
             {name: column_to_numpy(seeds[rows]) for name, seeds in computed.seeds.items()},
         )
 
-    def of(self, prompts: Sequence[PromptT]) -> FirstTokens[PromptT]:
-        """Returns those of some of the prompts."""
-        places = [self.prompts.index(prompt) for prompt in prompts]
+    def at(self, places: Sequence[int]) -> FirstTokens[PromptT]:
+        """Returns those of the prompts at some places."""
         return FirstTokens(
-            tuple(prompts),
+            tuple(self.prompts[place] for place in places),
             self.token_ids[places],
             tuple(self.logprobs[place] for place in places),
             {name: column[places] for name, column in self.seeds.items()},
@@ -79,7 +78,7 @@ class FirstTokens(Generic[PromptT]):
         queue_s: NDArray[np.float64],
         compute_s: NDArray[np.float64],
     ) -> PrebuiltBatch:
-        """Returns the frame that tells them. The arguments are its columns, with one entry for each prompt."""
+        """Returns the frame with these first tokens. The arguments are columns with one entry for each prompt."""
         leases = [prompt.lease for prompt in self.prompts]
         return PrebuiltBatch(
             rows=rows,
@@ -107,7 +106,7 @@ class FailedPrompt(Generic[PromptT]):
 @dataclass(frozen=True, slots=True)
 class EndedChunks(Generic[PromptT]):
     """What a forward has brought for the prompts that still want it: the KV of `chunks`, log-probabilities of their
-    tokens, and the first tokens of those whose last chunk it computed. `failed` are those that it failed.
+    tokens, and the first tokens of those whose last chunk it computed. `failed` are the prompts that end here.
     """
 
     chunks: Sequence[Chunk[PromptT]] = ()
@@ -144,8 +143,9 @@ class PromptChunks(Generic[PromptT]):
         self._sampling_state = sampling_state
         self._layer_group = parts.model.layer_group.name
         self._num_draft_layers = max(parts.num_draft_layers, 1)
-        self.chunk_tokens = max(chunk_tokens, self._num_draft_layers)
-        self._max_batch_tokens = max(max_batch_tokens, self._num_draft_layers)
+        assert min(chunk_tokens, max_batch_tokens) >= self._num_draft_layers, "a last chunk has a token for each layer"
+        self._chunk_tokens = chunk_tokens
+        self._max_batch_tokens = max_batch_tokens
         self._max_scored_tokens = max(max_scored_tokens(parts.model.vocab_size), self._num_draft_layers)
         self.worker = PromptWorker(
             parts, draft_topk=draft_topk, pool=pool, sampling_state=sampling_state, stream=stream
@@ -158,7 +158,7 @@ class PromptChunks(Generic[PromptT]):
         """
         return cut_chunks(
             prompts,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self._chunk_tokens,
             max_batch_tokens=self._max_batch_tokens,
             max_scored_tokens=self._max_scored_tokens,
             min_last_tokens=self._num_draft_layers,
@@ -218,21 +218,24 @@ class PromptChunks(Generic[PromptT]):
             prompt = ended.batch.chunks[entry].prompt
             if not is_wanted(prompt):
                 continue
-            if (failed_prompt := self._failure_of(prompt, bool(computed.sampled.is_invalid[place]))) is not None:
-                failed.append(failed_prompt)
-            else:
+            is_invalid = bool(computed.sampled.is_invalid[place])
+            if (failed_prompt := _failure_of(prompt, is_invalid=is_invalid)) is None:
                 drawn.append(place)
-        first = FirstTokens.at(drawn, ended.batch, computed) if drawn else None
+                continue
+            failed.append(failed_prompt)
+            if failed_prompt.reason is RowFailure.COMPUTE:
+                assert prompt.lease is not None
+                self._pool.forget(prompt.lease)
+        first = FirstTokens.drawn(drawn, ended.batch, computed) if drawn else None
         return EndedChunks(chunks, scored, first, failed)
 
-    def _failure_of(self, prompt: PromptT, is_invalid: bool) -> FailedPrompt[PromptT] | None:
-        """Returns why the prompt has no first token, or None if it has one. `is_invalid` says that none was drawn."""
-        if prompt.matcher is not None and prompt.matcher.failure:
-            why = prompt.sampling.constraint_error(prompt.matcher.failure).message
-            return FailedPrompt(prompt, RowFailure.CONSTRAINT, why, is_retryable=False)
-        if is_invalid:
-            assert prompt.lease is not None
-            self._pool.forget(prompt.lease)
-            why = "the model produced no finite logit"
-            return FailedPrompt(prompt, RowFailure.COMPUTE, why, is_retryable=prompt.lease.num_cached > 0)
-        return None
+
+def _failure_of(prompt: PromptT, *, is_invalid: bool) -> FailedPrompt[PromptT] | None:
+    """Returns why the prompt has no first token, or None if it has one. `is_invalid` says that none was drawn."""
+    if prompt.matcher is not None and prompt.matcher.failure:
+        why = prompt.sampling.constraint_error(prompt.matcher.failure).message
+        return FailedPrompt(prompt, RowFailure.CONSTRAINT, why, is_retryable=False)
+    if is_invalid:
+        is_retryable = prompt.lease is not None and prompt.lease.num_cached > 0
+        return FailedPrompt(prompt, RowFailure.COMPUTE, "the model produced no finite logit", is_retryable)
+    return None

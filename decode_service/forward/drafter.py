@@ -2,10 +2,13 @@
 
 worker:   resolve ─▶ draft ──────▶ verify ─▶ publish ─▶ read
 drafter:             proposes                           learns what the step committed, and leaves seeds
+
+If reading computes nothing, it is a part of verify.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,32 +27,35 @@ from decode_service.speculate.draft_tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The target's results at W nodes of each entry, of which only the first `accept_lens` [B] are accepted.
+    """The target's results at W nodes of each entry, of which only the first ones are accepted.
 
     The first node is the entry's last committed token, which is always accepted; the others are drafts. `tokens`
     [B, W] are the tokens that the target drew after each node. `new_seq_lens` [B] are the entries' lengths with the
     accepted tokens. `captured` [B, W, states * H] are the target's hidden states at the nodes (several of size H for
-    each), None if the target captures none.
+    each), None if the target captures none. `accepted` [B] counts the accepted nodes, None without drafts.
     """
 
     tokens: Tensor
-    accept_lens: Tensor
     new_seq_lens: Tensor
     captured: Tensor | None
+    accepted: Tensor | None = None
 
-    def last_places(self) -> Tensor:
-        """Returns the node, [B], of each entry's last accepted token.
+    @property
+    def accept_lens(self) -> Tensor:
+        """The number of accepted nodes of each entry, [B].
 
-        Only the device knows `accept_lens`, and an impossible number may be among them: the host checks them later and
-        fails the row. It is clamped here, so that it indexes the row's own nodes.
+        Only the device knows it, and an impossible number may be among them: the host checks them later and fails the
+        row. Here they are clamped, so that they index the row's own nodes.
         """
-        return self.accept_lens.clamp(1, self.tokens.shape[1]) - 1
+        if self.accepted is None:
+            return torch.ones_like(self.new_seq_lens)
+        return self.accepted.clamp(1, self.tokens.shape[1])
 
     def last_tokens(self) -> Tensor:
         """Returns the last committed token of each entry, [B], whose KV is not computed yet."""
-        if self.tokens.shape[1] == 1:
+        if self.accepted is None:
             return self.tokens[:, 0]
-        return self.tokens.gather(1, self.last_places().unsqueeze(1)).squeeze(1)
+        return self.tokens.gather(1, self.accept_lens.unsqueeze(1) - 1).squeeze(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +71,21 @@ class Reading:
     computes: bool = False
 
 
-class Drafter:
-    """Proposes the drafts of each step. This base never drafts; subclasses that do set `drafts`.
+class Drafter(ABC):
+    """Proposes the drafts of each step.
 
     `begin`, `num_unread` and `launch` are called by the engine's thread, and concern the rows as they will be when all
-    launched steps have run. `draft` and `read` run on the forward stream, in the order of the steps. `seed_columns` are
-    what `read` leaves for the next step's `draft`; the prefill service hands over the first of them.
+    launched steps have run. `draft` and `read` run on the forward stream, in the order of the steps. There they must
+    only enqueue work on a device that computes beside the host, such as a GPU: who looks at a value makes the engine's
+    thread wait for the device in each step.
+
+    `seed_columns` are what `read` leaves for the next step's `draft`. The prefill service hands over a prompt's first
+    seeds.
     """
 
-    drafts = False
     seed_columns: tuple[SeedColumnSpec, ...] = ()
 
-    def begin(self, starts: Sequence[RowStart]) -> None:
+    def begin(self, starts: Sequence[RowStart]) -> None:  # noqa: B027 - not every drafter has something to learn
         """Learns which requests enter which rows, and their tokens so far. No launched step runs these rows."""
 
     def num_unread(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -84,21 +93,28 @@ class Drafter:
         return np.zeros_like(rows)
 
     def launch(self, batch: ForwardBatch) -> Reading:
-        """Notes that `batch` is being launched. Returns what its steps of `draft` and `read` will do."""
+        """Notes that `batch` is being launched. Returns how far `read` will get in this step."""
         none = np.zeros_like(batch.rows)
         return Reading(none, none)
 
+    @abstractmethod
     def draft(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:
         """Returns the drafts of a step, as many as `batch.spec_info` says, each a token of the target's vocabulary.
 
         Forced tokens take the place of a chain's drafts afterwards, so only a drafter of trees, or one that continues
         after them, needs to look at `batch.forced`.
         """
-        raise NotImplementedError
 
     def read(self, batch: ForwardBatch, reading: Reading, verified: Verified) -> Mapping[str, Tensor]:
         """Learns the step's tokens. Returns the seeds for the next step, as columns [B, ...] by name."""
         return {}
+
+
+class NoDrafter(Drafter):
+    """The drafter of a service that never drafts: every step has the speculation NO_DRAFTS."""
+
+    def draft(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:
+        raise AssertionError("nobody proposes drafts in this service")
 
 
 def forced_or(forced: Tensor, drafts: Tensor) -> Tensor:

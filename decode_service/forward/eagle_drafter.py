@@ -37,8 +37,6 @@ class HeadDrafter(Drafter):
     `spec_info` is the deepest speculation that a step may have.
     """
 
-    drafts = True
-
     def __init__(
         self, *, head: DraftHead, model: Target, spec_info: SpecInfo, pool: KvPool, sampling_state: SamplingState
     ) -> None:
@@ -113,7 +111,7 @@ class HeadDrafter(Drafter):
             forward_input_of(batch, verified.tokens, self._pool, self._head.layer_group.name),
             captured.flatten(0, 1),
             verified.tokens.flatten(),
-            starts + verified.last_places(),
+            starts + verified.accept_lens - 1,
         )
 
 

@@ -14,7 +14,7 @@ from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.graphed_target import GraphedTarget
 from common.model.target import Target
 from common.sampling.state import SamplingState
-from decode_service.forward.drafter import Drafter
+from decode_service.forward.drafter import Drafter, NoDrafter
 from decode_service.forward.eagle_drafter import EagleDrafter, MultiLayerEagleDrafter
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.recording import Recorded, record_forwards
@@ -69,30 +69,32 @@ class ForwardSide:
             kernels=parts.draw_kernels,
         )
         model: Target = parts.model if graphs is None else GraphedTarget(parts.model, graphs)
-        if drafter is None and parts.draft is not None:
+        speculates = levels[-1].has_drafts
+        if drafter is None and speculates:
+            assert parts.draft is not None, "who drafts needs a drafter"
             head = parts.draft if graphs is None else GraphedHead(parts.draft, graphs)
             kind = EagleDrafter if head.layer_group.num_layers == 1 else MultiLayerEagleDrafter
             drafter = kind(head=head, model=model, spec_info=levels[-1], pool=pool, sampling_state=sampling_state)
         worker = Worker(
             model=model,
-            drafter=drafter or Drafter(),
+            drafter=drafter or NoDrafter(),
             device=device,
             pool=pool,
             sampling_state=sampling_state,
             stream=stream,
+            speculates=speculates,
         )
         future_map = FutureMap(
             device=device,
             forward_stream=stream,
             max_rows=max_rows,
             vocab_size=parts.model.vocab_size,
-            relays_lengths=worker.drafter.drafts,
+            relays_lengths=speculates,
             seed_columns=worker.drafter.seed_columns,
             poisons_consumed_rows=poisons_consumed_rows,
             wait_timeout_s=wait_timeout_s,
         )
-        # Recording compiles most kernels but not all: a head catches up on rows of unequal lag without a recorded
-        # forward.
+        # Recording compiles most kernels but not all: a head catches up on unread tokens without a recorded forward.
         warm_kernels(
             parts,
             draft_topk=levels[-1].topk,

@@ -77,7 +77,7 @@ class WorkerOutput:
     `accept_lens` [B] int64 says how many of them count; it is None if each entry has one. `is_invalid` [B] bool marks
     rows whose relayed input was unusable. `prepared` is the event at which the inputs are ready and only the forward
     remains. `reading` says how far the drafter reads. `marks` are the events where draft, verify and read begin and
-    where read ends; None if the worker's drafter never drafts. `input_ids` is a tensor made at the launch and filled by
+    where read ends; None if no step of the service drafts. `input_ids` is a tensor made at the launch and filled by
     a piece. `kept` holds objects that must live until the step's end.
 
     If grammars constrain entries, `masked` is not None. Then the draw and what follows are enqueued by `draw`, which
@@ -122,8 +122,11 @@ class Worker:
         pool: KvPool,
         sampling_state: SamplingState,
         stream: Stream,
+        speculates: bool,
     ) -> None:
+        """Creates a worker. `speculates` means that some step may draft; then the times of all steps are marked."""
         self.drafter = drafter
+        self._speculates = speculates
         self._model = model
         self._device = device
         self._pool = pool
@@ -138,7 +141,7 @@ class Worker:
             reading=reading,
             masked=MaskedDraw() if batch.sampling.constrained.size else None,
             accept_lens=Cell() if batch.has_drafts else None,
-            marks=Cell() if drafter.drafts else None,
+            marks=Cell() if self._speculates else None,
         )
         masked, tokens = output.masked, None
         compute: Cell[Callable[[], TargetOutput]] = Cell()
@@ -159,15 +162,15 @@ class Worker:
             else:
                 tokens.copy_(inputs.tokens)
 
-        @torch.inference_mode()
         def draft() -> None:
             inputs = relayed.get()
-            tree = drafter.draft(batch, inputs)
-            if batch.forced is not None and tree.is_chain:
-                tree = DraftTree.chain(forced_or(batch.forced, tree.token_ids))
-            forward_input = self._verify_input(batch, inputs, tree)
-            drafted.set(_Drafted(tree, forward_input.positions))
-            compute.set(self._model.prepare(forward_input))
+            with torch.inference_mode():
+                tree = drafter.draft(batch, inputs)
+                if batch.forced is not None and tree.is_chain:
+                    tree = DraftTree.chain(forced_or(batch.forced, tree.token_ids))
+                forward_input = self._verify_input(batch, inputs, tree)
+                drafted.set(_Drafted(tree, forward_input.positions))
+                compute.set(self._model.prepare(forward_input))
             if masked is not None:
                 to_host = self._device.to_host
                 masked.drafts.set(HostDrafts(to_host(tree.token_ids), to_host(tree.parents)))
@@ -183,20 +186,15 @@ class Worker:
                 result = self._accept(batch, drafted.get(), target, masks, output)
                 new_seq_lens.set(result.new_seq_lens)
             else:
-                sampled = self._draw(batch, target, masks)
-                output.sampled.set(sampled)
-                if not drafter.drafts:
-                    output.payload.set(RelayPayload(sampled.token_ids))
-                    return
-                result = _decoded(batch, sampled, target)
+                result = self._decode(batch, target, masks, output)
             verified.set(result)
             if not reading.computes:
                 read()
 
-        @torch.inference_mode()
         def read() -> None:
             result = verified.get()
-            output.payload.set(RelayPayload(result.last_tokens(), drafter.read(batch, reading, result)))
+            with torch.inference_mode():
+                output.payload.set(RelayPayload(result.last_tokens(), drafter.read(batch, reading, result)))
 
         begin = None if output.marks is None else self._stream.record(scope)
         self._stream.enqueue(resolve, scope)
@@ -259,9 +257,11 @@ class Worker:
             tree_mask=None if tree.is_chain else tree.mask,
         )
 
-    def _draw(self, batch: ForwardBatch, target: TargetOutput, masks: Tensor | None) -> Sampled:
+    def _decode(
+        self, batch: ForwardBatch, target: TargetOutput, masks: Tensor | None, output: WorkerOutput
+    ) -> Verified:
         """Draws the one token of each entry, and counts it as output."""
-        return sample(
+        sampled = sample(
             target.logits,
             batch.req_pool_indices,
             batch.seq_lens,
@@ -270,6 +270,9 @@ class Worker:
             masks=masks,
             found=target.largest,
         )
+        output.sampled.set(sampled)
+        captured = None if target.hidden is None else target.hidden.view(batch.batch_size, 1, -1)
+        return Verified(sampled.token_ids.unsqueeze(1), batch.seq_lens, captured)
 
     @torch.inference_mode()
     def _accept(
@@ -309,7 +312,7 @@ class Worker:
         output.accept_lens.set(accept_lens)
         if output.masked is not None:
             output.masked.gained.set(HostTokens(self._device.to_host(tokens), self._device.to_host(accept_lens)))
-        return Verified(tokens, accept_lens, batch.prefix_lens + accept_lens, captured)
+        return Verified(tokens, batch.prefix_lens + accept_lens, captured, accept_lens)
 
 
 def _fail(error: Exception) -> TargetOutput:
@@ -320,13 +323,6 @@ def step_figures(batch: ForwardBatch) -> dict[str, int]:
     """Returns a forward's figures for the timeline: rows, tokens that it computes, and the sum of sequence lengths."""
     num_tokens = batch.batch_size * batch.num_tokens
     return {"rows": batch.batch_size, "tokens": num_tokens, "context_tokens": batch.seq_lens_sum}
-
-
-def _decoded(batch: ForwardBatch, sampled: Sampled, target: TargetOutput) -> Verified:
-    """Returns what a step without drafts has verified: one token of each entry."""
-    tokens = sampled.token_ids.unsqueeze(1)
-    captured = None if target.hidden is None else target.hidden.view(batch.batch_size, 1, -1)
-    return Verified(tokens, torch.ones_like(batch.seq_lens), batch.seq_lens, captured)
 
 
 def _along(path: Tensor, sampled: Sampled, batch: ForwardBatch, num_nodes: int) -> Sampled:

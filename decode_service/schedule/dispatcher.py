@@ -28,7 +28,15 @@ from decode_service.messages import (
     StartHandoff,
 )
 from decode_service.schedule.config import DecodeConfig
-from decode_service.schedule.handoff_policy import HandoffPolicy, Later, NoReplica, RowNeed, Spared, Start
+from decode_service.schedule.handoff_policy import (
+    ComputeHere,
+    HandoffPolicy,
+    HandOver,
+    Later,
+    NoReplica,
+    RowNeed,
+    Spared,
+)
 from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, Scored
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill
@@ -245,18 +253,19 @@ class PrefillDispatcher:
                 case NoReplica(is_for_all):
                     if is_for_all:
                         break
-                case Start(need, candidates):
+                case ComputeHere(need):
                     req.awaited = None
                     if (lease := self._reserve(need)) is None:
-                        self.short.append(need)
                         break
-                    if not candidates:
-                        self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
-                        req.found_cached(lease.num_cached)
-                        continue
+                    self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
+                    req.found_cached(lease.num_cached)
+                case HandOver(need, candidates):
+                    req.awaited = None
+                    if (lease := self._reserve(need)) is None:
+                        break
                     if num_outstanding is None:
                         num_outstanding = self._landing.uncomputed_tokens()
-                    replica = self._send(req, candidates, num_outstanding)
+                    replica = self._route(req, candidates, num_outstanding)
                     self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=replica)
                     by_replica.setdefault(replica, []).append(req)
         for replica, reqs in by_replica.items():
@@ -265,18 +274,21 @@ class PrefillDispatcher:
         return spared
 
     def _reserve(self, need: RowNeed) -> RowLease | None:
-        """Reserves a row with slots for the KV that the request will have here. Returns None if it lacks something."""
-        if self._pool.num_free_rows <= need.num_spared_rows:
-            return None
-        return self._pool.reserve(
-            need.num_tokens,
-            key=need.req.cache_key if need.num_tokens else None,
-            uses_cached=need.key is not None,
-            num_spared=need.num_spared,
-            is_received=need.is_received,
-        )
+        """Reserves a row with slots for the KV that the request will have here. Returns None if it is `short`."""
+        lease = None
+        if self._pool.num_free_rows > need.num_spared_rows:
+            lease = self._pool.reserve(
+                need.num_tokens,
+                key=need.req.cache_key if need.num_tokens else None,
+                uses_cached=need.key is not None,
+                num_spared=need.num_spared,
+                is_received=need.is_received,
+            )
+        if lease is None:
+            self.short.append(need)
+        return lease
 
-    def _send(self, req: Request, candidates: Sequence[Replica], num_outstanding: Counter[str]) -> str:
+    def _route(self, req: Request, candidates: Sequence[Replica], num_outstanding: Counter[str]) -> str:
         """Chooses the replica for a request and returns its address. Counts the request's tokens in `num_outstanding`,
         which has those that each replica is to compute for this service.
         """
@@ -364,13 +376,12 @@ class PrefillDispatcher:
                 next_s = min(next_s, req.not_before_s)
             if (failure := self._policy.failure_of(req, now_s)) is None:
                 continue
-            if self._replicas.none_ready_since_s is None and req.refused_since_s is None:
+            if failure.is_refusal and req.refused_since_s is None:
                 req.refused_since_s = now_s
-            error, limit_s = failure
-            if limit_s <= now_s:
-                self._fail(req, error)
+            if failure.limit_s <= now_s:
+                self._fail(req, failure.error)
             else:
-                next_s = min(next_s, limit_s)
+                next_s = min(next_s, failure.limit_s)
         return next_s
 
 

@@ -72,14 +72,32 @@ class NoReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """The request starts if the pool has what it needs: at one of `candidates`, or here if there are none."""
+class ComputeHere:
+    """This service computes the request's prompt, if the pool has what it needs."""
+
+    need: RowNeed
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """One of the `candidates` computes the request's prompt, if the pool has what it needs."""
 
     need: RowNeed
     candidates: Sequence[Replica]
 
 
-Decision = Later | NoReplica | Start
+Decision = Later | NoReplica | ComputeHere | HandOver
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request fails with `error` at the time `limit_s` if the replicas stay as they are. If `is_refusal`, the time
+    counts from its first refusal, and this is one.
+    """
+
+    error: BatonError
+    limit_s: float
+    is_refusal: bool = False
 
 
 class HandoffPolicy:
@@ -131,7 +149,8 @@ class HandoffPolicy:
             awaited = awaited_kv(self._pool, req.usable_key, self._bringing_kv, is_received=is_received)
             if awaited is not None:
                 return Later(num_tokens - awaited.num_tokens, awaited)
-        return Start(self.need_of(req, spared, stays_home=stays_home), candidates)
+        need = self.need_of(req, spared, stays_home=stays_home)
+        return ComputeHere(need) if stays_home else HandOver(need, candidates)
 
     def need_of(self, req: Request, spared: Spared, *, stays_home: bool) -> RowNeed:
         """Returns the row and slots that `req` needs. `stays_home` means that this service computes the prompt."""
@@ -195,22 +214,23 @@ class HandoffPolicy:
             return math.inf
         return since_s + self._config.fallback_after_s
 
-    def failure_of(self, req: Request, now_s: float) -> tuple[BatonError, float] | None:
-        """Returns the error with which the request fails if the replicas stay as they are, and when; None if it does
-        not fail. The time is now if waiting cannot help.
+    def failure_of(self, req: Request, now_s: float) -> Failure | None:
+        """Returns how the request fails if the replicas stay as they are; None if it does not. It fails now if waiting
+        cannot help.
         """
         if self.degraded_from_s < math.inf:
             return None
         if (since_s := self._replicas.none_ready_since_s) is not None:
             limit_s = max(since_s, req.since_s) + self._config.prefill_timeout_s
-            return self._replicas.unavailable_error(), now_s if self._replicas.are_hopeless else limit_s
+            return Failure(self._replicas.unavailable_error(), now_s if self._replicas.are_hopeless else limit_s)
         error = self._replicas.too_long_error(len(req.token_ids))
-        if error is None:
-            return None
-        return error, now_s if isinstance(error, ContextExceeded) else self._refusal_limit_s(req, now_s)
+        if error is None or isinstance(error, ContextExceeded):
+            return None if error is None else Failure(error, now_s)
+        return Failure(error, self._refusal_limit_s(req, now_s), is_refusal=True)
 
     def is_given_up(self, lost: LostRow, now_s: float) -> bool:
-        """Returns whether the request of a lost row fails instead of being retried.
+        """Returns whether the request of a lost row fails instead of being retried. The loss is counted already, or its
+        first refusal noted.
 
         Lost handoffs are limited by their number. Refusals are limited by time, because a full or stopping replica
         refuses at once.

@@ -94,6 +94,7 @@ class LocalPrefill:
         """Creates it without prompts. `stream` is the forward stream of the decode steps, and `draft_topk` the number
         of first drafts in a draft seed.
         """
+        self.max_chunk_tokens = max(max_chunk_tokens, parts.num_draft_layers, 1)
         self._chunks = PromptChunks[LocalPrompt](
             parts,
             name="local prefill",
@@ -101,10 +102,9 @@ class LocalPrefill:
             sampling_state=sampling_state,
             stream=stream,
             draft_topk=draft_topk,
-            chunk_tokens=max_chunk_tokens,
-            max_batch_tokens=max_chunk_tokens,
+            chunk_tokens=self.max_chunk_tokens,
+            max_batch_tokens=self.max_chunk_tokens,
         )
-        self.max_chunk_tokens = self._chunks.chunk_tokens
         self._prompts: dict[Request, LocalPrompt] = {}
         self._in_flight: ChunksInFlight[LocalPrompt] | None = None
 

@@ -190,7 +190,7 @@ class ScheduleBatch:
         assert self.forward_mode is ForwardMode.DECODE and self.out_cache_loc is not None
         return ForwardBatch.of(
             req_pool_indices=self.req_pool_indices,
-            rows=self.rows,
+            rows=self.rows.copy(),
             seq_lens=self.seq_lens,
             seq_lens_cpu=self.seq_lens_cpu.numpy(),
             out_cache_loc=self.out_cache_loc,
@@ -250,7 +250,7 @@ def depth_within(depth: Depth, batch: ScheduleBatch, pool: KvPool, num_unread: N
         return NO_DRAFTS
     num_wanted = batch.batch_size - len(batch.undrafted)
     batch.spec_info = depth.choose(num_unread=num_unread, num_wanted=num_wanted, num_forced=batch.num_forced)
-    if pool.lacks(batch.rows, batch.wanted_tokens()):
+    if batch.spec_info.has_drafts and pool.lacks(batch.rows, batch.wanted_tokens()):
         return batch.spec_info.at_depth(0)
     return batch.spec_info
 

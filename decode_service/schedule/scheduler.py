@@ -27,6 +27,7 @@ from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize
 from common.kv.prefix_tree import PrefixTree
 from common.load import EngineLoad
+from common.sampling.state import RowStart
 from common.telemetry.step_stats import OnStep, StepStats
 from common.telemetry.timeline import ENGINE, recorded
 from decode_service.forward.drafter import Drafter
@@ -195,7 +196,7 @@ class DecodeEngine:
             lose=self._dispatcher.handle_lost,
         )
         self._running = ScheduleBatch.empty(device.torch_device)
-        self._unstarted: list[Request] = []  # no step has carried them yet
+        self._starts: dict[Request, RowStart] = {}  # of requests that no step has carried in their row yet
         self._in_flight: SealedStep | None = None
         self._ahead: dict[Request, AheadMatcher] = {}  # the matchers that have accepted tokens of the step in flight
         self._is_draining = False
@@ -261,15 +262,13 @@ class DecodeEngine:
 
     def idle_timeout_s(self) -> float:
         has_queued = self._dispatcher.num_waiting > 0
-        wants_step = not self._running.is_empty and bool(self._rows.want_launch(self._running.rows).any())
-        is_stalled = wants_step and self._is_stalled and not self._has_freed
         is_busy = self._in_flight is not None or self._local.is_busy
+        is_busy = is_busy or self._landing.has_waiting or self._landing.has_freed
+        wants_step = not is_busy and not self._running.is_empty
+        wants_step = wants_step and bool(self._rows.want_launch(self._running.rows).any())
+        is_stalled = wants_step and self._is_stalled and not self._has_freed
         return idle_wait_s(
-            has_work=is_busy
-            or self._landing.has_waiting
-            or self._landing.has_freed
-            or (wants_step and not is_stalled)
-            or (self._has_freed and has_queued),
+            has_work=is_busy or (wants_step and not is_stalled) or (self._has_freed and has_queued),
             awaits_device=is_stalled or self._dispatcher.is_landing or self.pool.has_quarantined,
             has_queued=has_queued,
             wake_up=self._wake_up,
@@ -415,8 +414,9 @@ class DecodeEngine:
         self.future_map.bootstrap(prebuilt.req_pool_indices, prebuilt.seq_lens, payload)
         self._process_prebuilt(prebuilt, ready)
         prebuilt.filter_batch(self._rows.want_launch(prebuilt.rows).nonzero()[0])
-        self._worker.drafter.begin([self._rows.row_start(req) for req in prebuilt.reqs])
-        self._unstarted += prebuilt.reqs
+        starts = [self._rows.row_start(req) for req in prebuilt.reqs]
+        self._worker.drafter.begin(starts)
+        self._starts.update(zip(prebuilt.reqs, starts, strict=True))
         self._running.merge_batch(prebuilt)
 
     def _process_prebuilt(self, prebuilt: ScheduleBatch, ready: Sequence[ReadyRows]) -> None:
@@ -434,9 +434,9 @@ class DecodeEngine:
         scope = Scope(f"step {self._num_steps}")
         forward_batch = batch.snapshot()
         self._forward_stream.wait(self._device.schedule_stream.record())
-        if starts := [self._rows.row_start(req) for req in self._unstarted if RULES[req.phase].place is Place.ROWS]:
+        if starts := [start for req, start in self._starts.items() if RULES[req.phase].place is Place.ROWS]:
             self._forward_stream.enqueue(partial(self._sampling_state.reset, starts), scope)
-        self._unstarted.clear()
+        self._starts.clear()
         on_publish = partial(self.future_map.publish, forward_batch.req_pool_indices, scope=scope)
         if not forward_batch.has_drafts:
             self.future_map.publish_nothing()

@@ -17,8 +17,8 @@ class SpecInfo:
     `num_steps` is the number of levels; with 0 nothing is drafted. `num_draft_tokens` drafts of a row are verified. In
     a tree the `topk` likeliest nodes of each level get `topk` children each, and the likeliest of all drafts are
     verified. `leaves_seed` says whether the step leaves a draft seed (first drafts and hidden state), without which the
-    next step cannot draft. A step that drafts nothing and leaves no draft seed need not run the head. The head may then
-    fall behind, by less than `max_unread` tokens per row; the unread tokens are stored for it. `reads_drafts` says
+    next step cannot draft. A step that drafts nothing and leaves no draft seed need not run the head: its tokens are
+    stored and stay unread, fewer than `max_unread` of each row. `reads_drafts` says
     whether the drafter reads a step's drafts to draft what follows them; a head of several layers does not, because it
     has drafted all levels before.
     """
@@ -57,7 +57,7 @@ class SpecInfo:
         return int(num_unread.max(initial=0)) + 1 >= self.max_unread
 
     def head_reads(self, num_unread: NDArray[np.int64]) -> bool:
-        """Returns whether the head reads all unread tokens after the step, instead of falling further behind."""
+        """Returns whether the head reads all unread tokens after the step, instead of leaving more unread."""
         return self.leaves_seed or self.has_drafts or self.must_catch_up(num_unread)
 
     def num_head_tokens(self, num_unread: NDArray[np.int64]) -> int:

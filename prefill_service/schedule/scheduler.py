@@ -105,7 +105,6 @@ class PrefillEngine:
         model, device = parts.model, parts.device
         self._config = config
         self._model = model
-        assert config.chunk_tokens >= parts.num_draft_layers, "a prompt's last chunk has a token for every draft layer"
         self._device = device
         self._wake_up = WakeUp(device)
         self._max_in_flight = 2 if config.overlap else 1
@@ -429,13 +428,15 @@ class PrefillEngine:
             self._on_step(StepStats(len(batch.chunks), batch.num_tokens, self._clock() - step.launched_s))
 
     def _post_first_tokens(self, first: FirstTokens[Prompt]) -> None:
-        by_call: dict[str, list[Prompt]] = {}
-        for prompt in first.prompts:
+        by_call: dict[str, list[int]] = {}
+        for place, prompt in enumerate(first.prompts):
             self._lives.enter(prompt, PromptPhase.SENDING)
-            by_call.setdefault(prompt.call_id, []).append(prompt)
+            by_call.setdefault(prompt.call_id, []).append(place)
         now_s = self._clock()
-        for call_id, prompts in by_call.items():
-            frame = first.of(prompts).frame(
+        for call_id, places in by_call.items():
+            own = first.at(places)
+            prompts = own.prompts
+            frame = own.frame(
                 rows=np.array([prompt.index for prompt in prompts]),
                 bytes_sent={
                     name: np.array([sent_bytes(prompt, self.pool, name) for prompt in prompts], np.int64)

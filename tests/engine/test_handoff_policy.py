@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from common.errors import ContextExceeded, FingerprintMismatch, PrefillUnavailable
-from common.kv.pool import KvPool
+from common.kv.pool import CacheKey, KvPool
 from common.prompts.awaited_kv import AwaitedKv
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import Replica, ReplicasChanged, Submit
 from decode_service.schedule.config import DecodeConfig
-from decode_service.schedule.handoff_policy import Decision, HandoffPolicy, Later, NoReplica, Spared, Start
+from decode_service.schedule.handoff_policy import (
+    ComputeHere,
+    Decision,
+    HandoffPolicy,
+    HandOver,
+    Later,
+    NoReplica,
+    Spared,
+)
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import LostRow, Request
@@ -47,30 +57,33 @@ def policy(
     num_free_rows: int = 4,
     num_short_left: int = 0,
     has_long: bool = False,
-    others_may_come: bool = False,
+    num_common: int = 0,
+    bringing_kv: Sequence[Any] = (),
     gone_for_s: float = 0.0,
 ) -> HandoffPolicy:
     """Returns the policy of a service of four rows. Its prefix cache has `num_cached` of the prompt's tokens, and what
     it computes itself is `num_short_left` tokens of short prompts, and a long one if it `has_long`.
     """
     known = ReplicaSet(now_s=NOW_S - gone_for_s, lookahead=0, routes_by_prefix=True)
-    changed = ReplicasChanged(replicas or (READY,), others_may_come=others_may_come)
-    known.update(changed, NOW_S - gone_for_s, num_outstanding={})
+    known.update(ReplicasChanged(replicas or (READY,)), NOW_S - gone_for_s, num_outstanding={})
     pool = SimpleNamespace(
         num_cached=lambda key, is_received=False: num_cached,
+        num_common=lambda key, other, at_least: num_common,
         num_free_rows=num_free_rows,
         rows=SimpleNamespace(max_rows=4),
     )
     local = SimpleNamespace(num_short_left=num_short_left, has_long=has_long, max_chunk_tokens=config.max_chunk_tokens)
     return HandoffPolicy(
-        config, pool=cast(KvPool, pool), local=cast(LocalPrefill, local), replicas=known, bringing_kv=()
+        config, pool=cast(KvPool, pool), local=cast(LocalPrefill, local), replicas=known, bringing_kv=bringing_kv
     )
 
 
 def kind_of(decision: Decision) -> str:
     match decision:
-        case Start(_, candidates):
-            return "there" if candidates else "here"
+        case HandOver():
+            return "there"
+        case ComputeHere():
+            return "here"
         case NoReplica(is_for_all):
             return "nobody" if is_for_all else "not this one"
         case Later():
@@ -104,12 +117,14 @@ class _OnItsWay:
     ],
 )  # fmt: skip
 def test_who_computes_a_prompt(decision: str, state: dict[str, Any], request_state: dict[str, Any]) -> None:
-    config, replica = state.pop("config", SHORT), state.pop("replica", READY)
+    state = {"config": SHORT, "replica": READY, **state}
+    rule = policy(state.pop("config"), state.pop("replica"), **state)
     req = waiting(**request_state)
-    before = {name: getattr(req, name) for name in ("awaited", "refused_since_s", "num_failures", "phase")}
-    decided = policy(config, replica, **state).decide(req, Spared(), NOW_S)
-    assert kind_of(decided) == decision
-    assert {name: getattr(req, name) for name in before} == before, "a question changed the request"
+    names = [each.name for each in fields(req) if not each.name.startswith("_")]
+    before = [getattr(req, name) for name in names]
+    assert kind_of(rule.decide(req, Spared(), NOW_S)) == decision
+    assert [getattr(req, name) for name in names] == before, "a question changed the request"
+    assert kind_of(rule.decide(req, Spared(), NOW_S)) == decision, "a question changed the answer to the next"
 
 
 def test_a_long_turn_stays_where_its_conversation_is() -> None:
@@ -122,14 +137,45 @@ def test_a_long_turn_stays_where_its_conversation_is() -> None:
 def test_what_is_needed_leaves_room_for_those_who_wait() -> None:
     spared = Spared().and_row(10).and_row(5)
     decided = policy(num_free_rows=3).decide(waiting(), spared, NOW_S)
-    assert isinstance(decided, Start)
+    assert isinstance(decided, HandOver)
     assert (decided.need.num_tokens, decided.need.num_spared_rows) == (PROMPT_LEN, 2)
     assert decided.need.num_spared == 15 + (1 + 2 + 1) * SHORT.headroom_tokens, "each row in use keeps some slots free"
     alone = policy().decide(waiting(), Spared(), NOW_S)
-    assert isinstance(alone, Start) and alone.need.num_spared == 0
+    assert isinstance(alone, HandOver) and alone.need.num_spared == 0
     awaiting = policy().decide(waiting(awaited=_OnItsWay()), Spared(), NOW_S)
     assert isinstance(awaiting, Later) and awaiting.num_tokens == PROMPT_LEN - _OnItsWay.num_tokens
     assert cast(AwaitedKv, awaiting.awaited).num_tokens == 12
+
+
+def test_a_request_waits_for_kv_that_another_one_brings() -> None:
+    """Another prompt with the same beginning is on its way: 12 of the 20 tokens need not be computed twice."""
+    source = SimpleNamespace(
+        cache_key=CacheKey(np.arange(PROMPT_LEN), ""), num_kept_tokens=0, brings_kv=True, brings_it_in_chunks=True
+    )
+    for num_free_rows, decision in ((4, "later"), (0, "there")):  # without a free row there is nothing to wait for
+        rule = policy(num_free_rows=num_free_rows, num_common=12, bringing_kv=[source])
+        decided = rule.decide(waiting(), Spared(), NOW_S)
+        assert kind_of(decided) == decision
+        assert not isinstance(decided, Later) or decided.num_tokens == PROMPT_LEN - 12
+
+
+def test_what_a_row_needs() -> None:
+    rule = policy()
+    there, here = (rule.need_of(waiting(), Spared(), stays_home=stays_home) for stays_home in (False, True))
+    assert (there.num_tokens, there.is_received, here.num_tokens, here.is_received) == (20, True, 20, False)
+    assert there.key is not None and here.key is not None
+    scored = waiting(sampling=ResolvedSampling(seed=0, max_tokens=8, temperature=0.0, num_prompt_logprobs=1))
+    assert rule.need_of(scored, Spared(), stays_home=True).key is None, "all of a scored prompt is computed"
+    no_token = waiting(sampling=ResolvedSampling(seed=0, max_tokens=0, temperature=0.0))
+    nothing = rule.need_of(no_token, Spared(), stays_home=False)
+    assert (nothing.num_tokens, nothing.key, nothing.is_received) == (0, None, False), "its KV is used by nobody"
+
+
+def test_a_replica_that_lost_a_row_is_avoided_if_there_is_another() -> None:
+    other = Replica("b", True, instance_id="b")
+    for replicas, address in (((READY, other), "b"), ((READY,), "a")):
+        decided = policy(SHORT, *replicas).decide(waiting(avoid_replica="a"), Spared(), NOW_S)
+        assert isinstance(decided, HandOver) and [each.address for each in decided.candidates] == [address]
 
 
 TIMEOUT_S = SHORT.prefill_timeout_s
@@ -154,14 +200,16 @@ def test_when_a_request_fails(
     request_state: Mapping[str, Any],
 ) -> None:
     found = policy(config, replica, gone_for_s=4.0).failure_of(waiting(**request_state), NOW_S)
-    assert (error, limit_s) == (None, None) if found is None else (type(found[0]), found[1]) == (error, limit_s)
+    told = (None, None) if found is None else (type(found.error), found.limit_s)
+    assert told == (error, limit_s)
+    assert found is None or not found.is_refusal
 
 
 def test_a_request_that_a_larger_replica_may_take_is_refused_from_now_on() -> None:
     rule = policy(SHORT, SMALL, Replica("b", False, error=PrefillUnavailable("")))
     for since_s, limit_s in ((None, NOW_S + TIMEOUT_S), (NOW_S - 2, NOW_S - 2 + TIMEOUT_S)):
         failure = rule.failure_of(waiting(refused_since_s=since_s), NOW_S)
-        assert failure is not None and failure[1] == limit_s
+        assert failure is not None and failure.is_refusal and failure.limit_s == limit_s
 
 
 @pytest.mark.parametrize(

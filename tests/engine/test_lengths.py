@@ -122,6 +122,7 @@ def check_no_length_is_a_sentinel() -> None:
 
 @broken_by(lengths.snapshot_aliases_lengths, "schedule side's lengths")
 @broken_by(lengths.snapshot_aliases_rows, "schedule side's rows")
+@broken_by(lengths.snapshot_aliases_rows_on_the_host, "schedule side's rows")
 @broken_by(lengths.snapshot_aliases_slots, "schedule side's slots")
 def check_a_snapshot_is_the_forwards_own() -> None:
     batch = grown_batch()
@@ -130,9 +131,11 @@ def check_a_snapshot_is_the_forwards_own() -> None:
     slots = batch.out_cache_loc.tolist()
     for tensor in (batch.seq_lens, batch.seq_lens_cpu, batch.req_pool_indices, batch.out_cache_loc):
         tensor.fill_(99)
+    batch.req_pool_indices_cpu.fill_(99)
     batch.reqs.clear()
     assert snapshot.seq_lens.tolist() == [4, 3], "the forward reads the schedule side's lengths"
     assert snapshot.seq_lens_cpu.tolist() == [4, 3] and snapshot.positions.tolist() == [3, 2]
+    assert snapshot.rows.tolist() == [1, 2], "the forward reads the schedule side's rows"
     assert snapshot.req_pool_indices.tolist() == [1, 2], "the forward reads the schedule side's rows"
     assert snapshot.out_cache_loc.tolist() == slots, "the forward reads the schedule side's slots"
 

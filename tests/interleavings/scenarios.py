@@ -41,7 +41,7 @@ from decode_service.schedule.config import DecodeConfig
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.harness import REPLICA, ScriptedEngine
 from tests.engine.relay_rig import make_batch, make_relay
-from tests.engine.speculating import CHAIN, TREE, assert_drafted_as_expected
+from tests.engine.speculating import CHAIN, TREE, ScriptedDepth, assert_drafted_as_expected
 from tests.engine.tag_head import DRAFT
 from tests.engine.tags import TAG_GRAMMAR, WINDOW, oracle
 from tests.interleavings.explored_device import ExploredDevice
@@ -251,19 +251,20 @@ class ExploredEngine(ScriptedEngine):
 class Scenario:
     """A scenario: `body` submits requests to an engine of the given size, and the engine's whole life is explored.
 
-    With `lags` the schedule side runs later than the host, as on a GPU. With `at_once` all streams do, and a piece's
-    Python code runs when it is enqueued (launch_order.py). `headroom_tokens` is the number of slots that admission
-    leaves free for each row; with few of them, requests soon have to be retracted. A prompt with at most
-    `local_prefill_tokens` left to compute is computed in the decode service. With `prefill_fallback` the decode service
-    computes all prompts while no replica is ready, in chunks of at most FALLBACK_CHUNK_TOKENS tokens. With
-    `max_window_tokens` the model has layers with a window, and that many slots for them. Tokens then leave a window one
-    by one.
+    Its steps draft the `depths` in turn, or always `spec_info`. With `lags` the schedule side runs later than the host,
+    as on a GPU. With `at_once` all streams do, and a piece's Python code runs when it is enqueued (launch_order.py).
+    `headroom_tokens` is the number of slots that admission leaves free for each row; with few of them, requests soon
+    have to be retracted. A prompt with at most `local_prefill_tokens` left to compute is computed in the decode
+    service. With `prefill_fallback` the decode service computes all prompts while no replica is ready, in chunks of at
+    most FALLBACK_CHUNK_TOKENS tokens. With `max_window_tokens` the model has layers with a window, and that many slots
+    for them. Tokens then leave a window one by one.
     """
 
     body: Body
     max_rows: int
     max_kv_tokens: int
     spec_info: SpecInfo | None = None
+    depths: tuple[SpecInfo, ...] = ()
     overlap: bool = True
     lags: bool = False
     at_once: bool = False
@@ -280,6 +281,7 @@ class Scenario:
         parts = {
             self.body.__name__: True,
             speculation: True,
+            f"{len(self.depths)}_depths": len(self.depths) > 0,
             f"{self.max_rows}_rows": True,
             "no_overlap": not self.overlap,
             "lagging": self.lags,
@@ -303,6 +305,7 @@ class Scenario:
                 max_rows=self.max_rows,
                 max_kv_tokens=self.max_kv_tokens,
                 spec_info=self.spec_info,
+                depth=ScriptedDepth(self.depths, deepest=self.spec_info) if self.spec_info and self.depths else None,
                 overlap=self.overlap,
                 frames_come_apart=self.frames_come_apart,
                 local_prefill_tokens=self.local_prefill_tokens,

@@ -15,13 +15,13 @@ from common.kv.kv_shard import OneDevice
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs
 from common.sampling.state import SamplingState
-from decode_service.forward.drafter import Drafter
+from decode_service.forward.drafter import NoDrafter
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.recording import record_forwards
 from decode_service.forward.worker import Worker
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.mutants import memory
-from tests.engine.speculating import CHAIN, TREE
+from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE
 from tests.engine.tags import GROUP, VOCAB_SIZE, TagModel
 from tests.interleavings import scenarios
 from tests.interleavings.explorer import Script, replay
@@ -233,6 +233,18 @@ def test_an_engine_has_its_memory_in_order(spec_info: SpecInfo | None, overlap: 
     assert replay(scenario.program, Script(())) is None
 
 
+SOME_WITHOUT_DRAFTS = (NOTHING, SEED, CHAIN)
+
+
+def test_steps_without_drafts_of_an_engine_that_drafts_have_their_memory_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario = Scenario(scenarios.two_requests, 2, 80, CHAIN, depths=SOME_WITHOUT_DRAFTS, at_once=True)
+    assert replay(scenario.program, Script(())) is None
+    memory.tokens_dropped_at_launch(monkeypatch)
+    assert "a race for (('schedule', " in str(replay(scenario.program, Script(())))
+
+
 COLUMNS = [
     (None, "req_pool_indices"),
     (None, "seq_lens"),
@@ -273,11 +285,12 @@ def test_what_recording_runs_is_made_before_it_is_waited_for() -> None:
     )
     worker = Worker(
         model=TagModel(),
-        drafter=Drafter(),
+        drafter=NoDrafter(),
         device=rig.device,
         pool=pool,
         sampling_state=sampling_state,
         stream=rig.forward,
+        speculates=False,
     )
     with rig.watching(*shared_by(pool, future_map, sampling_state)):
         record_forwards(

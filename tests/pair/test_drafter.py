@@ -24,8 +24,6 @@ NUM_DRAFTS = 3
 
 
 class PromptLookup(Drafter):
-    drafts = True
-
     def __init__(self) -> None:
         self._texts: dict[int, list[int]] = {}
 
@@ -33,6 +31,9 @@ class PromptLookup(Drafter):
         self._texts.update({start.row: list(start.token_ids) for start in starts})
 
     def draft(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:
+        assert [self._texts[row][-1] for row in batch.rows.tolist()] == inputs.tokens.tolist(), (
+            "a text is not the row's"
+        )
         drafts = [after_last(self._texts[row], batch.spec_info.num_steps) for row in batch.rows.tolist()]
         return DraftTree.chain(torch.tensor(drafts))
 

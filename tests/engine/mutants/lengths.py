@@ -72,6 +72,10 @@ def snapshot_aliases_rows(patch: pytest.MonkeyPatch) -> None:
     _snapshot_aliases("req_pool_indices")(patch)
 
 
+def snapshot_aliases_rows_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    _snapshot_aliases("rows")(patch)
+
+
 def snapshot_aliases_slots(patch: pytest.MonkeyPatch) -> None:
     _snapshot_aliases("out_cache_loc")(patch)
 
