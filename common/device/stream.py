@@ -29,6 +29,8 @@ Work = Callable[[], object]
 """The function of a piece (a unit of work on a stream). Its result is dropped."""
 
 _LOOK_WAIT_S = 0.001
+_QUEUED_WAIT_S = 0.05
+_IDLE_WAIT_S = 0.5
 _TOLD_WAIT_S = 0.05  # not endless: events without a notification are seen by polling
 
 OnEvent = Callable[[], None]
@@ -342,7 +344,14 @@ class WakeUp:
         if self.wake is not None:
             self.wake()
 
-    @property
-    def wait_s(self) -> float:
-        """How long the engine may sleep before it polls its events again, in seconds."""
-        return _TOLD_WAIT_S if self._tells and self.wake is not None else _LOOK_WAIT_S
+    def idle_wait_s(self, *, has_work: bool, awaits_device: bool, has_queued: bool) -> float:
+        """Returns for how many seconds an engine waits for commands before its next step.
+
+        That is 0 if it has work to launch or to take. While it waits for the device, it is woken or looks often.
+        Requests that are queued may start, or be overdue, without a command.
+        """
+        if has_work:
+            return 0.0
+        if awaits_device:
+            return _TOLD_WAIT_S if self._tells and self.wake is not None else _LOOK_WAIT_S
+        return _QUEUED_WAIT_S if has_queued else _IDLE_WAIT_S

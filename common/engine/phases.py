@@ -22,13 +22,12 @@ class PhaseRule(Generic[PhaseT]):
 
     def check_followed_by(self, phase: PhaseT, *, who: str) -> None:
         """Raises AssertionError if `phase` cannot follow."""
-        assert phase in self.following, f"{phase} does not follow: {who}"
+        assert phase in self.following, f"{who}: {phase} does not follow"
 
-    def settle(self, lease: RowLease | None, pool: KvPool, *, who: str) -> bool:
-        """Gives the row's lease the state that it has in this phase, or releases it. Returns whether a row is held."""
+    def settle(self, lease: RowLease | None, pool: KvPool, *, who: str) -> None:
+        """Gives the row's lease the state that it has in this phase, or releases it if none is held."""
         if self.lease is not None:
             assert lease is not None, f"{who} holds no row"
             lease.state = self.lease
         elif lease is not None:
             pool.release(lease)
-        return self.lease is not None

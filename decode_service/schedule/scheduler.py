@@ -20,7 +20,7 @@ from common.device.errors import PieceFailed
 from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
-from common.engine.loop import Outbox, idle_wait_s
+from common.engine.outbox import Outbox
 from common.engine.parts import EngineParts
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
@@ -267,11 +267,10 @@ class DecodeEngine:
         wants_step = not is_busy and not self._running.is_empty
         wants_step = wants_step and bool(self._rows.want_launch(self._running.rows).any())
         is_stalled = wants_step and self._is_stalled and not self._has_freed
-        return idle_wait_s(
+        return self._wake_up.idle_wait_s(
             has_work=is_busy or (wants_step and not is_stalled) or (self._has_freed and has_queued),
             awaits_device=is_stalled or self._dispatcher.is_landing or self.pool.has_quarantined,
             has_queued=has_queued,
-            wake_up=self._wake_up,
         )
 
     def be_woken_by(self, wake: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ import torch
 from common.device.errors import DeviceTimeout, PieceFailed
 from common.device.stream import Event as StreamEvent
 from common.device.stream import WakeUp, naming_a_lost_device
-from common.engine.loop import Outbox, idle_wait_s
+from common.engine.outbox import Outbox
 from common.engine.parts import EngineParts
 from common.errors import RowFailure
 from common.kv.pool import KvPool
@@ -191,13 +191,12 @@ class PrefillEngine:
     def idle_timeout_s(self) -> float:
         has_room = len(self._in_flight) < self._max_in_flight
         computing, queued = map(self._lives.in_phase, (PromptPhase.COMPUTING, PromptPhase.QUEUED))
-        return idle_wait_s(
+        return self._wake_up.idle_wait_s(
             has_work=(has_room and any(prompt.num_left and self._may_go_on(prompt) for prompt in computing))
             or (self._has_freed and bool(queued))
             or (not self._lacks_room and any(map(_has_waited, queued))),
             awaits_device=bool(self._in_flight) or self._sender.is_busy or self.pool.has_quarantined,
             has_queued=bool(queued),
-            wake_up=self._wake_up,
         )
 
     def be_woken_by(self, wake: Callable[[], None]) -> None:

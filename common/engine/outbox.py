@@ -1,17 +1,13 @@
-"""The loops of both engines: the one place where their events leave, and how long they wait when idle."""
+"""The one place where an engine's events leave it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from common.device.stream import WakeUp
 from common.telemetry.timeline import Track
 
 EventT = TypeVar("EventT")
-
-_IDLE_WAIT_S = 0.5
-_QUEUED_WAIT_S = 0.05
 
 
 class Outbox(Generic[EventT]):
@@ -47,16 +43,3 @@ class Outbox(Generic[EventT]):
     def _taken(self) -> Sequence[EventT]:
         events, self._events = self._events, []
         return events
-
-
-def idle_wait_s(*, has_work: bool, awaits_device: bool, has_queued: bool, wake_up: WakeUp) -> float:
-    """Returns for how many seconds an engine waits for commands before its next step.
-
-    That is 0 if it has work to launch or to take. If it waits for the device, `wake_up` tells it when, or how often to
-    look. Requests that are queued may start, or be overdue, without a command.
-    """
-    if has_work:
-        return 0.0
-    if awaits_device:
-        return wake_up.wait_s
-    return _QUEUED_WAIT_S if has_queued else _IDLE_WAIT_S
