@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -73,6 +73,13 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name. A name may be spelled like a keyword."""
 _JSON = json.JSONDecoder()
+_IDLE_VALUES: Mapping[str, Sequence[Any]] = {
+    "uniqueItems": (False,),
+    "not": (False,),
+    **dict.fromkeys(("propertyNames", "unevaluatedItems"), (True, {})),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+}
+"""Values with which a keyword says nothing."""
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _MOST = 2**63
 _NEARLY_MOST = 2**63 - 1024
@@ -600,6 +607,7 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
         known = {id(part) for _, part in schemas}
         values = [(place, part) for place, part in _objects_in(schema) if id(part) not in known]
     for place, part in schemas:
+        _drop_idle_keywords(part)
         _check(place, part, _check_keywords, _make_writable)
     for place, part in values:
         _check(place, part, _check_keywords, _check_has_no_pattern)
@@ -663,6 +671,18 @@ def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
     if isinstance(number, int) and not (is_bound and (abs(number) >= _MOST or number == _MOST - 1)):
         why = "has more digits than a double holds" if abs(number) < _MOST else _TOO_LARGE
         raise _KeywordRefused(keyword, f"{number} {why}")
+
+
+def _drop_idle_keywords(part: dict[str, Any]) -> None:
+    """Removes keywords that the library lacks where their value says nothing."""
+    for keyword, idle in _IDLE_VALUES.items():
+        if keyword in part and any(type(part[keyword]) is type(each) and part[keyword] == each for each in idle):
+            del part[keyword]
+    if "if" in part and "then" not in part and "else" not in part:
+        del part["if"]
+    if part.get("minContains") == 0 and "maxContains" not in part:
+        del part["minContains"]
+        part.pop("contains", None)
 
 
 def _make_writable(part: dict[str, Any]) -> None:

@@ -167,6 +167,21 @@ CASES = (
         [[], ["a", "b"]],
     ),
     Case("uniqueItems", {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True}, refused="uniqueItems"),
+    Case(
+        "keywords that say nothing",
+        {
+            "type": "array",
+            "items": {"type": "object", "properties": _AB, "propertyNames": True, "dependentRequired": {}},
+            "uniqueItems": False,
+            "unevaluatedItems": {},
+            "contains": INTEGER,
+            "minContains": 0,
+            "if": {"minItems": 3},
+            "not": False,
+        },
+        [[], [{"a": 1}, {"a": 1}]],
+        [[1], {}],
+    ),
     Case("contains", {"type": "array", "contains": INTEGER}, refused="contains"),
     Case("minContains", {"type": "array", "contains": INTEGER, "minContains": 2}, refused="contains"),
     Case(
