@@ -57,16 +57,28 @@ class NewMatcher(Protocol):
     """Makes the matcher of a request, which has accepted the output tokens `output_ids` already.
 
     `reasoning` describes the section that comes before the text that must fit `grammar`; one of the two may be None.
-    Requests of different clients take turns. Raises InvalidRequest, naming the field, or Overloaded.
+    Requests of different clients take turns, and those of the tenants of one client. Raises InvalidRequest, naming the
+    field, or Overloaded.
     """
 
     def __call__(
-        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str = ""
+        self,
+        grammar: Grammar | None,
+        output_ids: Sequence[int],
+        reasoning: Reasoning | None,
+        *,
+        client: str = "",
+        tenant: str = "",
     ) -> Awaitable[Matcher]: ...
 
 
 async def no_matchers(
-    grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str = ""
+    grammar: Grammar | None,
+    output_ids: Sequence[int],
+    reasoning: Reasoning | None,
+    *,
+    client: str = "",
+    tenant: str = "",
 ) -> Matcher:
     """Raises InvalidRequest for every request: a NewMatcher for services without a tokenizer."""
     field = "sampling.reasoning" if grammar is None else grammar.request_field

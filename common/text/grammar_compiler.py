@@ -13,11 +13,11 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar
@@ -40,6 +40,9 @@ LIMITS = protocol.Limits(
 )
 """The limits of a trial. Its stack is half as large as the service's, so what passes the trial fits here."""
 
+KeyT = TypeVar("KeyT")
+Caller = tuple[str, str]
+"""Who waits: a client, and the tenant for whom it asks, or ""."""
 TryOut = Callable[[Grammar], Awaitable[int]]
 """Tries a new grammar and returns its bytes, as `GrammarTrials.try_out` does."""
 
@@ -76,6 +79,7 @@ class GrammarCompiler:
         reasoning: Reasoning | None = None,
         *,
         client: str = "",
+        tenant: str = "",
     ) -> Matcher:
         """Returns a matcher that has accepted `output_ids`. Either of `grammar` and `reasoning` may be None.
 
@@ -83,7 +87,7 @@ class GrammarCompiler:
         model cannot write, and for output that does not fit; Overloaded if it waits too long for its turn.
         """
         try:
-            return await self._in_turn(grammar, output_ids, reasoning, client)
+            return await self._in_turn(grammar, output_ids, reasoning, (client, tenant))
         except GrammarRefused as error:
             if grammar is None:
                 raise InvalidRequest("sampling.reasoning", str(error)) from error
@@ -104,20 +108,20 @@ class GrammarCompiler:
         return reasoning is None or self._grammars.knows(reasoning)
 
     async def _in_turn(
-        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, client: str
+        self, grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, caller: Caller
     ) -> Matcher:
         lane = self._compiling
         if self._known_bytes(grammar) is not None and self._knows(reasoning):
             lane = self._replaying if output_ids else self._copying
         try:
             async with asyncio.timeout(self._max_wait_s):
-                began_s = await lane.turns.take(client)
+                began_s = await lane.turns.take(caller)
                 num_bytes = self._known_bytes(grammar)
                 if lane is not self._compiling and (num_bytes is None or not self._knows(reasoning)):
                     # The grammar left the cache during the wait. Only the compiling lane tries what it compiles.
-                    lane.turns.give_back(client, began_s)
+                    lane.turns.give_back(caller, began_s)
                     lane = self._compiling
-                    began_s = await lane.turns.take(client)
+                    began_s = await lane.turns.take(caller)
                     num_bytes = self._known_bytes(grammar)
         except TimeoutError as error:
             message = f"grammars wait for more than {self._max_wait_s:g} s for their turn"
@@ -129,7 +133,7 @@ class GrammarCompiler:
 
         def over(task: asyncio.Task[Matcher | Exception]) -> None:
             self._work.discard(task)
-            lane.turns.give_back(client, began_s)
+            lane.turns.give_back(caller, began_s)
 
         work.add_done_callback(over)
         result = await asyncio.shield(work)
@@ -210,26 +214,29 @@ class GrammarTrials:
 
 
 class Turns:
-    """Gives clients turns, one caller at a time. The next turn goes to the waiting client that has used the least time.
+    """Gives clients turns, one caller at a time. The next turn goes to the waiting client that has used the least time,
+    and of its tenants to the one that has.
 
-    So a client whose work takes long delays each piece of another client's work by at most one piece of its own.
+    So a client whose work takes long delays each work of another client by at most one of its own, however many tenants
+    it names.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._holder: str | None = None
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._used_s: dict[str, float] = {}
-        """The time used by each client that waits or has the turn. A new client starts with the least of these."""
+        self._holder: Caller | None = None
+        self._waiting: dict[str, dict[str, deque[asyncio.Future[None]]]] = {}  # by client and tenant
+        self._clients, self._tenants = _UsedTime[str](), _UsedTime[Caller]()
 
-    async def take(self, client: str) -> float:
-        """Waits for the client's turn. Returns the present time, to be passed to `give_back`."""
-        self._used_s.setdefault(client, min(self._used_s.values(), default=0.0))
+    async def take(self, caller: Caller) -> float:
+        """Waits for the caller's turn. Returns the present time, to be passed to `give_back`."""
+        client, tenant = caller
+        self._clients.begin(client, among=lambda other: True)
+        self._tenants.begin(caller, among=lambda other: other[0] == client)
         if self._holder is None:
-            self._holder = client
+            self._holder = caller
             return self._clock()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        self._waiting.setdefault(client, {}).setdefault(tenant, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -238,24 +245,47 @@ class Turns:
             raise
         return self._clock()
 
-    def give_back(self, client: str, began_s: float) -> None:
-        """Ends the turn of `client`, which it has had since `began_s`."""
-        self._used_s[client] += self._clock() - began_s
+    def give_back(self, caller: Caller, began_s: float) -> None:
+        """Ends the turn of `caller`, which it has had since `began_s`."""
+        used_s = self._clock() - began_s
+        self._clients.seconds[caller[0]] += used_s
+        self._tenants.seconds[caller] += used_s
         self._pass_on()
 
     def _pass_on(self) -> None:
         self._holder = None
         while self._waiting and self._holder is None:
-            client = min(self._waiting, key=self._used_s.__getitem__)
-            waiting = self._waiting.pop(client)
+            client = min(self._waiting, key=self._clients.seconds.__getitem__)
+            own = self._waiting.pop(client)
+            tenant = min(own, key=lambda name: self._tenants.seconds[client, name])
+            waiting = own.pop(tenant)
             turn = waiting.popleft()
             if waiting:
-                self._waiting[client] = waiting  # after others that have used as much
+                own[tenant] = waiting  # after others that have used as much
+            if own:
+                self._waiting[client] = own
             if not turn.cancelled():
-                self._holder = client
+                self._holder = client, tenant
                 turn.set_result(None)
-        present = {self._holder, *self._waiting}
-        self._used_s = {client: used_s for client, used_s in self._used_s.items() if client in present}
+        present = {(client, tenant) for client, own in self._waiting.items() for tenant in own}
+        if self._holder is not None:
+            present.add(self._holder)
+        self._clients.keep({client for client, _ in present})
+        self._tenants.keep(present)
+
+
+class _UsedTime(Generic[KeyT]):
+    """The seconds used by those who wait or have the turn. A new one starts with the least of its like."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[KeyT, float] = {}
+
+    def begin(self, key: KeyT, *, among: Callable[[KeyT], bool]) -> None:
+        if key not in self.seconds:
+            self.seconds[key] = min([used_s for other, used_s in self.seconds.items() if among(other)], default=0.0)
+
+    def keep(self, keys: Collection[KeyT]) -> None:
+        self.seconds = {key: used_s for key, used_s in self.seconds.items() if key in keys}
 
 
 class _Lane:

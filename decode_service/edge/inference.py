@@ -208,9 +208,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         shown_ids = prompt_token_ids if checked.returns_prompt_token_ids else ()
         started = started_event(live.request_id, len(prompt_token_ids), sampling, prompt_token_ids=shown_ids)
+        tenant = "" if self._served.tells_tenants_apart else checked.tenant or ""
         matcher = None
         if sampling.is_constrained:
-            matcher = await self._matcher(live, sampling, checked.generated_token_ids, whose)
+            matcher = await self._matcher(live, sampling, checked.generated_token_ids, client=whose, tenant=tenant)
         ending = ending_of_brought(
             checked.generated_token_ids, sampling=sampling, output=output, num_prompt_tokens=len(prompt_token_ids)
         )
@@ -225,7 +226,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             generated_token_ids=checked.generated_token_ids,
             sampling=sampling,
             choice_index=checked.choice_index,
-            tenant="" if self._served.tells_tenants_apart else checked.tenant or "",
+            tenant=tenant,
             priority=checked.priority,
             deadline_s=_deadline_s(context),
             wants_drafts=checked.sampling.speculates,
@@ -248,13 +249,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             live.trace.output_written()
 
     async def _matcher(
-        self, live: LiveRequest, sampling: ResolvedSampling, output_ids: Sequence[int], client: str
+        self, live: LiveRequest, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str, tenant: str
     ) -> Matcher:
         with ExitStack() as spans:
             if (grammar := sampling.grammar) is not None:
                 self._observer.on_grammar(grammar.kind)
                 spans.enter_context(live.trace.grammar(grammar.kind.value))
-            return await self._matchers.of(sampling, output_ids, client=client)
+            return await self._matchers.of(sampling, output_ids, client=client, tenant=tenant)
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
         """Starts and returns a timer that fails the request at its deadline, or returns None if it has no deadline.

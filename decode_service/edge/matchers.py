@@ -15,7 +15,7 @@ from common.sampling.params import ResolvedSampling
 
 
 class Matchers(Protocol):
-    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str) -> Matcher:
+    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str, tenant: str) -> Matcher:
         """Returns the matcher of a constrained request, which has accepted the output tokens `output_ids` already.
 
         If the last of them ends the output, the matcher allows it, and has not accepted it. Requests of different
@@ -36,14 +36,16 @@ class MatchersHere(Matchers):
         self._replay = replay
         self._vocab_size = vocab_size
 
-    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str) -> Matcher:
+    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str, tenant: str) -> Matcher:
         end = len(output_ids) - 1
         has_ended = end >= sampling.min_tokens and output_ids[end] in sampling.eos_token_ids
         if has_ended:
             *output_ids, end_id = output_ids
         matcher = None
         if sampling.constrains_text:
-            matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning, client=client)
+            matcher = await self._new_matcher(
+                sampling.grammar, output_ids, sampling.reasoning, client=client, tenant=tenant
+            )
         if (rules := sampling.token_rules) is not None:
             apply = partial(TokenRulesMatcher, matcher, rules, output_ids, vocab_size=self._vocab_size)
             matcher = await self._replay(apply, num_tokens=len(output_ids))

@@ -307,7 +307,7 @@ class PrefillServicer:
         output_ids, sampling = row.token_ids[row.prompt_len :], row.sampling
         matcher: Matcher | None = None
         if sampling.constrains_text:
-            matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning)
+            matcher = await self._new_matcher(sampling.grammar, output_ids, sampling.reasoning, client=row.client)
         if (rules := sampling.token_rules) is not None:
             vocab_size = self._model_limits.vocab_size
             matcher = await asyncio.to_thread(TokenRulesMatcher, matcher, rules, output_ids, vocab_size=vocab_size)

@@ -306,11 +306,12 @@ class Clients:
         await asyncio.sleep(0)
 
     async def _work(self, client: str, took_s: float) -> None:
-        began_s = await self.turns.take(client)
+        name, _, tenant = client.partition("/")
+        began_s = await self.turns.take((name, tenant))
         self.had.append(client)
         await self.may_end.acquire()
         self.now_s += took_s
-        self.turns.give_back(client, began_s)
+        self.turns.give_back((name, tenant), began_s)
 
     async def leave(self, place: int) -> None:
         self._tasks.pop(place).cancel()
@@ -342,6 +343,14 @@ async def test_a_client_that_comes_late_has_no_time_saved_up() -> None:
     assert await clients.all_over() == [*["first"] * 3, "late", "first", "late", "first"]
 
 
+async def test_tenants_of_a_client_take_turns_and_have_its_time_together() -> None:
+    clients = Clients()
+    await clients.ask(*["gateway/a"] * 4, "gateway/b", "gateway/b", "other", "other", "other")
+    assert await clients.all_over() == [
+        *("gateway/a", "other", "gateway/b", "other", "gateway/a", "other", "gateway/b", "gateway/a", "gateway/a")
+    ]
+
+
 async def test_a_caller_that_leaves_is_passed_over() -> None:
     clients = Clients()
     await clients.ask("a", "b", "c")
@@ -351,9 +360,9 @@ async def test_a_caller_that_leaves_is_passed_over() -> None:
 
 async def test_a_caller_that_leaves_when_it_gets_the_turn_passes_it_on() -> None:
     clients = Clients()
-    began_s = await clients.turns.take("a")
+    began_s = await clients.turns.take(("a", ""))
     await clients.ask("b", "c")
-    clients.turns.give_back("a", began_s)
+    clients.turns.give_back(("a", ""), began_s)
     await clients.leave(0)
     assert await clients.all_over() == ["c"]
-    await clients.turns.take("a")
+    await clients.turns.take(("a", ""))

@@ -277,7 +277,9 @@ async def matchers_of(edge: Edge, count: int) -> dict[int, Any]:
 
 
 async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
-    async def new_matcher(grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None) -> Any:
+    async def new_matcher(
+        grammar: Grammar | None, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str
+    ) -> Any:
         match grammar.text if grammar else "":
             case "bad":
                 raise InvalidRequest("sampling.regex", "is bad")
@@ -313,18 +315,20 @@ async def test_rows_whose_grammars_find_no_matcher_fail_alone() -> None:
 async def test_a_call_is_accepted_and_its_other_rows_are_served_while_a_grammar_is_compiled() -> None:
     compiled = asyncio.Event()
 
-    async def new_matcher(grammar: Grammar, output_ids: Sequence[int], reasoning: Reasoning | None) -> Any:
+    async def new_matcher(
+        grammar: Grammar, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str
+    ) -> Any:
         if grammar.text == "slow":
             await compiled.wait()
-        return grammar.text
+        return grammar.text, client
 
-    rows = (constrained("slow"), constrained("fast"))
+    rows = (replace(constrained("slow"), client="a / x"), replace(constrained("fast"), client="b"))
     async with serve(HandoffLimits(), new_matcher=new_matcher) as edge:
         call = await edge.open(*rows)
         assert isinstance(await read(call, rows), Accepted)
-        assert await matchers_of(edge, 1) == {1: "fast"}
+        assert await matchers_of(edge, 1) == {1: ("fast", "b")}
         compiled.set()
-        assert await matchers_of(edge, 2) == {0: "slow", 1: "fast"}
+        assert await matchers_of(edge, 2) == {0: ("slow", "a / x"), 1: ("fast", "b")}
         edge.prefill.finish(await edge.opened())
         await ends_well(call)
 
@@ -355,7 +359,9 @@ async def test_output_against_the_rows_rules_fails_it_for_good(edge: Edge) -> No
 
 
 async def test_a_matcher_that_cannot_be_made_because_of_a_defect_fails_the_call() -> None:
-    async def new_matcher(grammar: Grammar, output_ids: Sequence[int], reasoning: Reasoning | None) -> Any:
+    async def new_matcher(
+        grammar: Grammar, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str
+    ) -> Any:
         raise KeyError("defect")
 
     async with serve(HandoffLimits(), new_matcher=new_matcher) as edge:

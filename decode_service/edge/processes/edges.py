@@ -402,8 +402,9 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
 
     async def _value_of(self, edge: _EdgeProcess, ask: Ask) -> object:
         match ask.question:
-            case MakeMatcher(sampling, output_ids, client):
-                edge.held[ask.number] = await self._matchers.of(sampling, output_ids, client=client)
+            case MakeMatcher(sampling, output_ids, client, tenant):
+                made = await self._matchers.of(sampling, output_ids, client=client, tenant=tenant)
+                edge.held[ask.number] = made
                 asyncio.get_running_loop().call_later(HELD_S, edge.held.pop, ask.number, None)
                 return HeldMatcher(ask.number)
             case ChangeRole(role):

@@ -132,6 +132,7 @@ class MakeMatcher:
     sampling: ResolvedSampling
     output_ids: tuple[int, ...]
     client: str
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)

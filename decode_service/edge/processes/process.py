@@ -103,8 +103,8 @@ class _EngineElsewhere(EnginePort[Command], ReplicaStates, Roles, Matchers, Othe
     async def ask(self, role: Role) -> None:
         self.told = dataclasses.replace(self.told, role=await self._answer_to(ChangeRole(role)))
 
-    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str) -> Matcher:
-        return cast(Matcher, await self._answer_to(MakeMatcher(sampling, tuple(output_ids), client)))
+    async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str, tenant: str) -> Matcher:
+        return cast(Matcher, await self._answer_to(MakeMatcher(sampling, tuple(output_ids), client, tenant)))
 
     async def start(self, *, max_events: int) -> None:
         await self._answer_to(Record(max_events))
