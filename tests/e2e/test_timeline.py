@@ -45,7 +45,7 @@ SPANS = {
     ("baton.v1.Inference", "engine"): {
         *("step", "apply", "collect", "next_batch", "resolve_seq_lens", "launch", "finish", "wait", "deliver")
     },
-    ("baton.v1.Inference", "forward"): {"resolve", "decode", "stash_payload", "copy_results"},
+    ("baton.v1.Inference", "forward"): {"resolve", "verify", "stash_payload", "copy_results"},
     ("baton.v1.Inference", "landing"): {"land"},
     ("baton.v1.Prefill", "edge"): {"check_rows"},
     ("baton.v1.Prefill", "handoff"): {"send Accepted", "send KvSegment", "send PrebuiltBatch"},
@@ -171,7 +171,7 @@ def test_a_segment_lands_after_it_was_copied_on_the_clock_of_both(trace: dict[st
 
 def test_a_forward_says_what_it_is_of(trace: dict[str, Any]) -> None:
     spans = by_track(trace, "X")
-    decodes = [span for span in spans["baton.v1.Inference", "forward"] if span["name"] == "decode"]
+    decodes = [span for span in spans["baton.v1.Inference", "forward"] if span["name"] == "verify"]
     assert all(span["args"]["rows"] == span["args"]["tokens"] == 1 for span in decodes)
     assert all(span["args"]["of"].startswith("step ") for span in decodes)
     contexts = {span["args"]["context_tokens"] for span in decodes}

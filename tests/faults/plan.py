@@ -58,11 +58,10 @@ STREAM_PIECES: dict[str, frozenset[str]] = {
             "reset",
             "resolve",
             "forward",
-            "decode",
             "draft",
             "verify",
             "publish_lengths",
-            "extend",
+            "read",
             "stash_payload",
             "copy_results",
         }
