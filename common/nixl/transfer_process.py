@@ -34,7 +34,7 @@ START, INTERVAL = struct.Struct("<Q"), struct.Struct("<d")
 def main() -> None:
     """Carries out the service's commands until one fails or the service is gone, then ends the process.
 
-    The command line gives the descriptor of the memory and the time limit in seconds.
+    The command line gives the memory's descriptor, and the most seconds that a command or a poll may take.
     """
     file, asker = int(sys.argv[1]), Asker(float(sys.argv[2]))
     logging.disable(logging.INFO)

@@ -14,11 +14,11 @@ from common.model.loader import LoadArguments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The first message: the model's directory, arguments of `load_target`, the rank and the number of its threads.
+    """The first message to a rank: the model's directory, arguments of `load_target`, the rank and its threads' number.
 
     Compiled kernels are kept in `kernels_dir`, if any. `tf32` is what `allow_tf32` takes. `collective_bytes` is the
-    size of the collective's memory, with which the first file begins. Ranks with KV of their own find each other at
-    `store_port`; it is None if they share one pool.
+    size of the collective's memory, with which the first shared file (see NewFile) begins. Ranks with KV of their own
+    find each other at `store_port`; it is None if they share one pool.
     """
 
     directory: Path

@@ -167,10 +167,10 @@ class GrammarCompiler:
 
 
 class GrammarTrials:
-    """Tries grammars in a child process, which starts with the first one. Use it on the event loop only, inside an
-    `async with`.
+    """Compiles grammars on trial in a child process, which is started for the first grammar. Use it on the event loop
+    only, inside an `async with`.
 
-    `vocabulary` is `Grammars.vocabulary`, and is called on another thread.
+    `vocabulary` is `Grammars.vocabulary`; it is called on another thread.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], *, limits: protocol.Limits = LIMITS) -> None:

@@ -16,10 +16,11 @@ from common.sampling.params import ResolvedSampling
 
 class Matchers(Protocol):
     async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str, tenant: str) -> Matcher:
-        """Returns the matcher of a constrained request, which has accepted the output tokens `output_ids` already.
+        """Returns the matcher of a constrained request. It has accepted the output tokens `output_ids`; if the last of
+        them ends the output, it has accepted all but that one, which it allows.
 
-        If the last of them ends the output, the matcher allows it, and has not accepted it. Requests of different
-        clients take turns. Raises InvalidRequest, naming the field, or Overloaded.
+        Requests of different clients take turns, and those of the tenants of one client. Raises InvalidRequest, naming
+        the field, or Overloaded.
         """
 
 

@@ -99,8 +99,8 @@ def _scores_of(num_vectors: int) -> Any:
 
 def _generate_scores(builder: Any, arguments: Any, num_vectors: int, num_queries: int, element: Any) -> None:
     """Generates a loop over the tokens that computes the scores of `num_queries` queries, four tokens at a time. If
-    fewer than four are left, it repeats the last token. A score is the product over `num_vectors` vectors of a head's
-    numbers.
+    fewer than four are left, it repeats the last token. A score is the product of a query and a token's key, over
+    `num_vectors` vectors of LANES numbers.
 
     `arguments` are LLVM values: those of the intrinsic that `_scores_of` returns, without `num_queries` and `like`.
     `element` is numba's type of the keys' numbers. `builder` is llvmlite's IRBuilder, which the code is added to.

@@ -67,10 +67,9 @@ class Prompts:
     async def encode(self, prompt: Prompt, *, adds_special_tokens: bool | None = None) -> Sequence[int]:
         """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded.
 
-        A text may have more tokens than the model's context, so that an error can tell how many there are. It is
-        refused as soon as it is clear that it has more than MAX_CONTEXTS times as many. `adds_special_tokens` says
+        A text may exceed the model's context, so that errors can tell its length; with more than MAX_CONTEXTS times the
+        context it is refused. Where the prompt must fit, call `check_lengths` afterwards. `adds_special_tokens` says
         whether the tokenizer adds its special tokens; None means that it does for a text, and not for a chat.
-        `check_lengths` must follow where the prompt has to fit.
         """
         match prompt:
             case TokenIdsPrompt(token_ids):
