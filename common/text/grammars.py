@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import quote
 
@@ -27,7 +27,7 @@ from common.grammar.matcher import Mask, Matcher, allows, forbid
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
-from common.text.json_objects import close_objects
+from common.text.json_objects import close_objects, value_at
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
 
 _MAX_CACHED = 256
@@ -68,7 +68,9 @@ _JSON_OPTIONS: Any = {
     "json_allowed_escapes": 'nrbtf\\"',  # no \u: it would spell a declared key as another one
     "json_allow_general_unicode_escapes": False,
 }
-_VALUES = frozenset({"const", "enum", "default", "examples"})
+_SAID_OF_VALUES = frozenset({"default", "examples"})
+"""Keywords that say nothing about an output. The library reads their numbers nevertheless."""
+_VALUES = frozenset({"const", "enum", *_SAID_OF_VALUES})
 """Keywords whose values are not schemas."""
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name. A name may be spelled like a keyword."""
@@ -88,6 +90,7 @@ double below _MOST is _NEARLY_MOST.
 """
 _TOO_LARGE = "is at or beyond the ends of 64 bits"
 _KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
+_ODD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
 """Matches a `$ref` that cannot lead into the value of a keyword in `_VALUES`."""
 _LARK_PART = re.compile(
@@ -603,12 +606,18 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
         raise GrammarRefused("is not a JSON object")
     options = _options(schema.pop(SCHEMA_OPTIONS, {}))
     schemas, values = list(_schemas_in(schema)), []
-    if any(_has_odd_reference(part) for _, part in schemas):
+    if has_odd_reference := any(_has_odd_reference(part) for _, part in schemas):
         known = {id(part) for _, part in schemas}
         values = [(place, part) for place, part in _objects_in(schema) if id(part) not in known]
+    has_own_pointers = any("$id" in part for place, part in schemas if place is not None)
     for place, part in schemas:
         _drop_idle_keywords(part)
         _check(place, part, _check_keywords, _make_writable)
+        if not has_own_pointers:
+            _check(place, part, partial(_check_reference, schema))
+        if not has_odd_reference:  # else one may lead there
+            for keyword in _SAID_OF_VALUES:
+                part.pop(keyword, None)
     for place, part in values:
         _check(place, part, _check_keywords, _check_has_no_pattern)
     if not opens_objects:
@@ -649,6 +658,9 @@ def _check_keywords(part: dict[str, Any]) -> None:
         if keyword in ("const", "enum"):
             for number in _leaves(value, int, float):
                 _check_number(keyword, number)
+        elif keyword in _SAID_OF_VALUES:  # they must be JSON
+            for number in _leaves(value, float):
+                _check_number(keyword, number)
         elif isinstance(value, int | float):
             _check_number(keyword, value, is_bound=keyword in _BOUNDS)
     multiple = part.get("multipleOf")
@@ -660,6 +672,15 @@ def _check_keywords(part: dict[str, Any]) -> None:
     if isinstance(properties, dict) and len(properties) > _MAX_OPTIONAL and not part.get("required"):
         why = f"has {len(properties)} keys, more than {_MAX_OPTIONAL}, and none of them is required"
         raise _KeywordRefused("properties", why)
+
+
+def _check_reference(schema: dict[str, Any], part: dict[str, Any]) -> None:
+    reference = part.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        try:
+            value_at(schema, reference)
+        except LookupError:
+            raise _KeywordRefused("$ref", f"{reference} leads nowhere") from None
 
 
 def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
@@ -699,7 +720,9 @@ def _make_writable(part: dict[str, Any]) -> None:
     for keyword in _BOUNDS.intersection(part):
         part[keyword] = _bound(keyword, part[keyword], is_integer=is_integer)
     if isinstance(reference := part.get("$ref"), str):
-        part["$ref"] = quote(reference, safe=_KEPT_IN_REFERENCES)  # names such as Response[int]
+        part["$ref"] = quote(
+            _ODD_PERCENT.sub("%25", reference), safe=_KEPT_IN_REFERENCES
+        )  # names such as Response[int]
     if isinstance(pattern := part.get("pattern"), str):
         part["pattern"] = _writable(pattern, "pattern")
     if isinstance(by_pattern := part.get("patternProperties"), dict):

@@ -89,13 +89,20 @@ def referred(schema: dict[str, Any], reference: Any) -> dict[str, Any] | None:
     """Returns the schema that a `$ref` in `schema` leads to, or None if it is not understood."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
+    try:
+        found = value_at(schema, reference)
+    except LookupError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def value_at(schema: dict[str, Any], reference: str) -> Any:
+    """Returns what is at a JSON pointer in a fragment, such as #/$defs/a. Raises LookupError if there is nothing."""
     found: Any = schema
     for name in unquote(reference).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(found, list):
+            found = found[int(name) if name.isdecimal() else len(found)]
         else:
-            return None
-    return found if isinstance(found, dict) else None
+            found = (found if isinstance(found, dict) else {})[name]
+    return found

@@ -4,6 +4,7 @@ Suite (draft 2020-12).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,6 +167,14 @@ CASES = (
         [["a"], ["a", 1, 2]],
         [[], ["a", "b"]],
     ),
+    Case(
+        "a reference that leads nowhere",
+        {"$ref": "#/$defs/b", "$defs": {"a": INTEGER}},
+        refused="$ref: #/$defs/b leads",
+    ),
+    Case("a percent sign in a name", {"$ref": "#/$defs/a%b", "$defs": {"a%b": INTEGER}}, [1], ["a"]),
+    Case("a default with many digits", {**INTEGER, "default": 2**53 + 1, "examples": [2**70]}, [1], ["a"]),
+    Case("a default that is no JSON", {**INTEGER, "default": math.inf}, refused="default: inf"),
     Case("uniqueItems", {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True}, refused="uniqueItems"),
     Case(
         "keywords that say nothing",
