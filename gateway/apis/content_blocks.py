@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,9 @@ _KINDS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 ROLES = tuple(_KINDS)
-_BILLING = "x-anthropic-billing-header:"
-"""How a block of the system prompt begins that Claude Code sends for Anthropic's billing. It is another one in each
-request, so the model's cache would begin with nothing.
+_BILLING = re.compile(r"x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)*[ \t]*(?:\n|$)?")
+"""Matches what Claude Code sends for Anthropic's billing where a part of the system prompt begins. It is another one in
+each request, so the model's cache would begin with nothing.
 """
 _JOINED_ROLES = {"user", "assistant"}
 
@@ -61,8 +62,8 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
     the wrong field.
     """
     words = "" if system is None else text_of("system", system, _TEXT, between="")
-    if isinstance(system, list):
-        words = "".join([block["text"] for block in system if not block["text"].startswith(_BILLING)])
+    parts = [block["text"] for block in system] if isinstance(system, list) else [words]
+    words = "".join([part[found.end() :] if (found := _BILLING.match(part)) else part for part in parts])
     turns = [ChatTurn(ChatMessage("system", words), "system")] if words else []
     num_results = 0
     for index, message in enumerate(messages):

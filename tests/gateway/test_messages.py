@@ -85,6 +85,21 @@ def prompt_of(**fields: Any) -> ChatInput:
 # ---- what a request becomes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("system", "words"),
+    [
+        ("x-anthropic-billing-header: cc_version=2.1; cch=a1b2c;\nBe brief.", "Be brief."),
+        ("x-anthropic-billing-header: cch=a1b2c; Be brief; be kind.", "Be brief; be kind."),
+        ([text("x-anthropic-billing-header: cch=a1b2c;\nBe brief. "), text("Be kind.")], "Be brief. Be kind."),
+        ("What is an x-anthropic-billing-header: a=b;?", "What is an x-anthropic-billing-header: a=b;?"),
+        ("x-anthropic-billing-header: cch=a1b2c;", ""),
+    ],
+)
+def test_what_an_agent_says_to_its_biller_is_left_out_and_nothing_else(system: Any, words: str) -> None:
+    messages = prompt_of(system=system, messages=[{"role": "user", "content": "Hi"}]).messages
+    assert "".join(message.content for message in messages[:-1]) == words
+
+
 def test_a_conversation_becomes_a_chat() -> None:
     prompt = prompt_of(
         system=[
