@@ -58,7 +58,7 @@ class FirstTokens(Generic[PromptT]):
             tuple(batch.chunks[batch.sampled_entries[place]].prompt for place in places),
             computed.sampled.token_ids.numpy()[rows],
             tuple(logprobs[place] for place in places),
-            {name: column_to_numpy(seeds[rows]) for name, seeds in computed.seeds.items()},
+            {name: column_to_numpy(seeds)[rows] for name, seeds in computed.seeds.items()},
         )
 
     def at(self, places: Sequence[int]) -> FirstTokens[PromptT]:
@@ -214,12 +214,12 @@ class PromptChunks(Generic[PromptT]):
         scores = () if computed.scores is None else ended.batch.prompt_logprobs(computed.scores)
         scored = [(prompt, logprobs) for prompt, logprobs in scores if is_wanted(prompt)]
         failed, drawn = list[FailedPrompt[PromptT]](), list[int]()
+        are_invalid = computed.sampled.is_invalid.tolist()
         for place, entry in enumerate(ended.batch.sampled_entries):
             prompt = ended.batch.chunks[entry].prompt
             if not is_wanted(prompt):
                 continue
-            is_invalid = bool(computed.sampled.is_invalid[place])
-            if (failed_prompt := _failure_of(prompt, is_invalid=is_invalid)) is None:
+            if (failed_prompt := _failure_of(prompt, is_invalid=are_invalid[place])) is None:
                 drawn.append(place)
                 continue
             failed.append(failed_prompt)

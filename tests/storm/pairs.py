@@ -102,7 +102,7 @@ def faults_everywhere(seed: int, setting: Setting) -> FaultPlan:
 
     A call whose PrefillBatch was dropped waits FIRST_COMMAND_TIMEOUT_S for it.
     """
-    step = "stream.forward.verify" if setting.speculates else "stream.forward.decode"
+
     copied = (
         Fault(point="stream.sending", action=Action.STALL, rate=0.02, seconds=0.05),
         Fault(point="stream.sending.copy_out", action=Action.RAISE, rate=0.005),
@@ -121,7 +121,7 @@ def faults_everywhere(seed: int, setting: Setting) -> FaultPlan:
             Fault(point="memory.host", action=Action.FAIL, rate=0.002, at_most=3),
             Fault(point="stream.forward", action=Action.STALL, rate=0.005, seconds=0.1),
             Fault(point="stream.landing", action=Action.STALL, rate=0.02, seconds=0.05),
-            Fault(point=step, action=Action.RAISE, rate=0.003, at_most=2),
+            Fault(point="stream.forward.verify", action=Action.RAISE, rate=0.003, at_most=2),
             Fault(point="stream.forward.forward", action=Action.RAISE, rate=0.01),
             Fault(point="stream.landing.land", action=Action.RAISE, rate=0.005),
             *(LENT_FAULTS if setting.shares_memory else copied),

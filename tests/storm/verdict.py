@@ -48,7 +48,6 @@ _CLASSES = tuple(
         (r"landing KV failed: injected at memory\.host", "decode", "memory.host", Action.FAIL, 1),
         # A failed decode step fails all of its requests.
         (r"a decode step failed: injected at memory\.host", "decode", "memory.host", Action.FAIL, MAX_ROWS),
-        (r"a decode step failed: stream\.forward\.decode", "decode", "stream.forward.decode", Action.RAISE, MAX_ROWS),
         (r"a decode step failed: stream\.forward\.verify", "decode", "stream.forward.verify", Action.RAISE, MAX_ROWS),
     )
 )
