@@ -139,5 +139,7 @@ def _part(place: str, part: Any, kinds: Mapping[str, str]) -> str:
 
 def kind_not_served(place: str, kind: Any, but: str) -> ApiError:
     """Returns the error for a `type` that is not supported. `but` names what is supported."""
+    if kind is None:
+        return invalid(place, f"is missing: {but}")
     named = kind if isinstance(kind, str) and re.fullmatch("[a-z_0-9]{1,32}", kind) else "this type"
     return invalid(place, f"{named} is not served, {but}", code="unsupported_parameter")

@@ -105,6 +105,8 @@ class Plan:
     comes with the log-probabilities of its tokens, and of as many likely tokens at each place. If `num_prompt_logprobs`
     is not None, the answer has such log-probabilities of the prompt in a field of their own.
 
+    `wishes` are what the request says of reasoning although its prompts are no chats.
+
     Each prompt is generated from `best_of` times, and its choices are the best `n` of these generations. If
     `hides_logprobs`, log-probabilities are used to find the best, and are not in the answer. `params` maps a field's
     name in the gRPC request to its name in the HTTP request, where the two differ. `repeated` has what the answer
@@ -113,6 +115,7 @@ class Plan:
 
     model: str
     prompts: tuple[Prompt, ...]
+    wishes: tuple[ReasoningWish, ...] = ()
     n: int = 1
     best_of: int = 1
     sampling: SamplingOptions
@@ -135,6 +138,7 @@ class Plan:
 
     def served_by(self, card: ModelCard, ignored: list[str]) -> Plan:
         """Returns the plan for this model. Adds the fields that mean nothing to it to `ignored`."""
+        ignored += sorted(wish.field for wish in self.wishes)
         prompts = tuple(each.served_by(card, ignored) if isinstance(each, ChatInput) else each for each in self.prompts)
         return replace(self, prompts=prompts)
 

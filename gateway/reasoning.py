@@ -13,6 +13,8 @@ from gateway.grammar_fields import StrictFields, without_null
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NumTokens = Annotated[int, Field(ge=0, lt=1 << 32)]
+Limit = Annotated[NumTokens | None, BeforeValidator(lambda limit: None if limit == -1 else limit)]
+"""A number of tokens; null and -1 mean no limit."""
 
 _SWITCHES = ("enable_thinking", "thinking")
 """The variables by which chat templates switch reasoning. A template reads one of them at most."""
@@ -113,10 +115,13 @@ def thinking_wish(thinking: Thinking | None) -> ReasoningWish:
 
 
 class ReasoningOptions(StrictFields):
+    """How the model reasons. A `summary` is accepted, but an answer has the reasoning itself."""
+
     effort: Effort | None = None
     enabled: bool | None = None
-    max_tokens: NumTokens | None = None
+    max_tokens: Limit = None
     exclude: bool = False
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ReasoningFields(StrictFields):
@@ -125,7 +130,7 @@ class ReasoningFields(StrictFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] = ReasoningOptions()
     enable_thinking: bool | None = None
-    thinking_token_budget: NumTokens | None = None
+    thinking_token_budget: Limit = None
     thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
 
     @property

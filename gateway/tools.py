@@ -67,7 +67,7 @@ def parse_function(
     Raises ApiError, which names the wrong field at `place`.
     """
     asked = {name: value for name, value in function.items() if name not in _NEUTRALS or value != _NEUTRALS[name]}
-    refuse_other_fields(place, asked, {"name", "description", "strict", schema_field})
+    refuse_other_fields(place, asked, {"name", "description", "strict", "cache_control", schema_field})
     description, strict = function.get("description"), function.get("strict")
     if description is not None and not isinstance(description, str):
         raise invalid(f"{place}.description", "must be a string")
@@ -103,7 +103,10 @@ def _parameters(place: str, schema: Any) -> str:
         return ""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         raise invalid(place, 'must be a JSON schema with "type": "object"')
-    return json.dumps(schema)
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise invalid(place, "has a number that JSON lacks: NaN, or one that is larger than any double") from None
 
 
 def _choice(choice: Any, names: Sequence[str], *, allows_several: bool, is_flat: bool) -> ToolChoice | None:

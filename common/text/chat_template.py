@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from common.text.chat_messages import NO_OPTIONS, ROLES, ChatMessage, TemplateOptions, Tool, ToolCall, json_object
-from common.text.generic_tools import in_ordinary_messages
+from common.text.generic_tools import in_ordinary_messages, with_one_call_each
 
 _MAX_CACHED_SHAPES = 256
 _MAX_CHARS = 1 << 24
@@ -118,7 +118,8 @@ class ChatTemplate:
     ) -> str:
         """Renders the messages, by default up to where an assistant's answer begins. Raises ChatRefused or TextTooLong.
 
-        The model is told of tools, calls and answers in ordinary messages where the template has no form for them.
+        The model is told of tools, calls and answers in ordinary messages where the template has no form for them, and
+        of one call in each message where it has none for several.
         """
         places = [f"messages[{index}]" for index in range(len(messages))]
         leaves_out_tools = bool(options.tools) and not self._writes_tools
@@ -130,6 +131,8 @@ class ChatTemplate:
                 has_system=self._writes_system,
             )
             options = replace(options, tools=()) if leaves_out_tools else options
+        if any(len(message.tool_calls) > 1 for message in messages) and not self._writes_several_calls:
+            messages, places = with_one_call_each(messages, places)
         self._check_kwargs(options)
         text = self._render(messages, options, max_chars=max_chars)
         pieces = [tuple(_pieces(message)) for message in messages]
@@ -290,6 +293,19 @@ class ChatTemplate:
         return any(_marker(0) in text for text in self._texts_of_calls().values())
 
     @cached_property
+    def _writes_several_calls(self) -> bool:
+        """Whether the template writes two calls in one message."""
+        calling, answer = _MARKED_CALLS
+        calling = replace(calling, tool_calls=[*calling.tool_calls, _SECOND_CALL])
+        answers = (answer, replace(answer, tool_call_id=_SECOND_CALL.id))
+        for before, options in itertools.product(_BEGINNINGS, _WITH_AND_WITHOUT_TOOL):
+            with suppress(ChatRefused, TextTooLong):
+                text = self._render([*before, _USER, calling, *answers], options)
+                if _has_calls(text) and _SECOND_CALL.name in text:
+                    return True
+        return False
+
+    @cached_property
     def _writes_tools(self) -> bool:
         """Whether the template tells the model of tools, in a conversation with or without a system message."""
         for before in _BEGINNINGS:
@@ -354,6 +370,7 @@ _MARKED_CALLS = (
     ChatMessage("assistant", tool_calls=[ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)]),
     ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name="f"),
 )
+_SECOND_CALL = ToolCall(_marker(3), "{}", "000000001")
 _BEGINNINGS: Sequence[Sequence[ChatMessage]] = ((), (ChatMessage("system", "s"),))
 _WITH_AND_WITHOUT_TOOL = (NO_OPTIONS, TemplateOptions((_MARKED_TOOL,)))
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})

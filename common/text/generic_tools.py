@@ -8,7 +8,9 @@ user        <tool_response> blocks, one for each answer
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.text.chat_messages import ChatMessage, Tool, ToolCall
 from common.text.output_formats import CALL
@@ -69,6 +71,30 @@ def in_ordinary_messages(
         places.append(f"messages[{index}]")
         before = message.role
     return written, places
+
+
+def with_one_call_each(messages: Sequence[ChatMessage], places: Sequence[str]) -> tuple[list[ChatMessage], list[str]]:
+    """Returns the conversation with at most one call in a message, each before its own answers, and for each message
+    the one of `places` that it comes from. Words and reasoning stay beside the first call.
+    """
+    written: list[tuple[ChatMessage, str]] = []
+    waiting = deque(zip(messages, places, strict=True))
+    while waiting:
+        message, place = waiting.popleft()
+        if len(message.tool_calls) < 2:
+            written.append((message, place))
+            continue
+        answers: list[tuple[ChatMessage, str]] = []
+        while waiting and waiting[0][0].role == "tool":
+            answers.append(waiting.popleft())
+        for call in message.tool_calls:
+            written.append((replace(message, tool_calls=(call,)), place))
+            message = ChatMessage(message.role)
+            own = [answer for answer in answers if answer[0].tool_call_id == call.id]
+            written += own
+            answers = [answer for answer in answers if answer not in own]
+        written += answers
+    return [message for message, _ in written], [place for _, place in written]
 
 
 def _call(call: ToolCall) -> str:

@@ -83,6 +83,11 @@ _IDLE_VALUES: Mapping[str, Sequence[Any]] = {
 }
 """Values with which a keyword says nothing."""
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_NUMERIC = _BOUNDS | {
+    *("multipleOf", "minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains"),
+    *("minProperties", "maxProperties"),
+}
+"""Keywords whose numbers say something about an output."""
 _MOST = 2**63
 _NEARLY_MOST = 2**63 - 1024
 """llguidance reads numbers as doubles, and bounds of integers as 64 bits; of -_MOST it makes no range. The largest
@@ -661,8 +666,10 @@ def _check_keywords(part: dict[str, Any]) -> None:
         elif keyword in _SAID_OF_VALUES:  # they must be JSON
             for number in _leaves(value, float):
                 _check_number(keyword, number)
-        elif isinstance(value, int | float):
+        elif keyword in _NUMERIC and isinstance(value, int | float):
             _check_number(keyword, value, is_bound=keyword in _BOUNDS)
+        elif isinstance(value, float):
+            _check_number(keyword, value)
     multiple = part.get("multipleOf")
     if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
         raise _KeywordRefused("multipleOf", f"{multiple} is not in (0, {_MAX_MULTIPLE}]")

@@ -40,7 +40,7 @@ _FIELDS_OF_ROLES = {
     "assistant": {"refusal", "tool_calls", "reasoning_content", "reasoning", "reasoning_details"},
     "tool": {"tool_call_id"},
 }
-_CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index"}, {"name", "arguments"}
+_CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index", "cache_control"}, {"name", "arguments"}
 _MAX_NAME_CHARS = 64
 _TEXT = {"text": "text"}
 

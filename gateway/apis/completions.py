@@ -14,10 +14,11 @@ from baton.events import Completion, Delta, Finished, PromptLogprobs, PromptToke
 from common.text.output_formats import OutputFormat
 from gateway.apis.api import Api
 from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, stop_reason, with_token_ids
-from gateway.errors import invalid
+from gateway.errors import invalid, not_served
 from gateway.fields import ChoicesFields, parse_fields
 from gateway.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.plan import Plan, Prompt, TextInput, TokenIdsInput
+from gateway.reasoning import TEMPLATE_VARIABLES, Effort, ReasoningFields, effort_wish
 
 _PROMPT_KINDS = "must be a string, or a list of strings, of token ids, or of lists of token ids"
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -39,10 +40,14 @@ def _unless_false(value: Any) -> Any:
     return None if value is False else value
 
 
-class CompletionFields(ChoicesFields):
+class CompletionFields(ChoicesFields, ReasoningFields):
+    """The fields of a completion. What they say of reasoning means nothing, because the prompt is no chat."""
+
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     echo: bool = False
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
+
+    reasoning_effort: Effort | None = None
 
     asks_for_nothing: ClassVar = {"add_special_tokens": (True,), "separate_reasoning": (False, True)}
 
@@ -122,6 +127,8 @@ class TextChoice:
 def parse_completion(body: bytes) -> Plan:
     """Parses the body of a completion request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, CompletionFields)
+    if not {*TEMPLATE_VARIABLES}.issuperset(fields.chat_template_kwargs or {}):
+        raise not_served("chat_template_kwargs", "a prompt that is no chat has no template")
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     best_of = fields.n if fields.best_of is None else fields.best_of
     if best_of < fields.n:
@@ -136,6 +143,7 @@ def parse_completion(body: bytes) -> Plan:
     return Plan(
         model=fields.model,
         prompts=prompts,
+        wishes=fields.wishes(effort_wish("reasoning_effort", fields.reasoning_effort)),
         n=fields.n,
         best_of=best_of,
         sampling=fields.sampling(

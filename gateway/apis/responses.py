@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
 from baton.events import Delta, Event, Finished, FinishReason, PositionLogprobs
@@ -65,10 +65,13 @@ _MAX_METADATA, _MAX_METADATA_NAME_CHARS, _MAX_METADATA_VALUE_CHARS = 16, 64, 512
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _FIELDS_OF_ITEMS = {
-    "message": {"type", "id", "status", "role", "content", "phase"},
-    "function_call": {"type", "id", "status", "call_id", "name", "arguments"},
-    "function_call_output": {"type", "id", "status", "call_id", "output"},
-    "reasoning": {"type", "id", "status", "summary", "content", "encrypted_content"},
+    kind: {"type", "id", "status", "cache_control", *fields}
+    for kind, fields in {
+        "message": ("role", "content", "phase"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": ("summary", "content", "encrypted_content"),
+    }.items()
 }
 
 
@@ -78,21 +81,23 @@ class TextFormat(StrictFields):
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
     description: str | None = None
-    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    content: Annotated[dict[str, Any] | None, Field(validation_alias=AliasChoices("schema", "value"))] = None
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.type == "json_schema") != (self.content is not None):
-            raise ValueError('the type "json_schema", and no other, has a schema')
+        if self.type == "json_schema" and self.content is None:
+            raise ValueError('the type "json_schema" needs a schema')
+        if self.type == "text" and self.content is not None:
+            raise ValueError('a schema does not go with the type "text"')
         return self
 
     @property
     def schema_text(self) -> str:
         """The JSON schema that the text must fit; empty if it may be anything."""
-        if self.type == "json_object":
-            return OBJECT_SCHEMA
-        return "" if self.content is None else json.dumps(self.content)
+        if self.content is None:
+            return OBJECT_SCHEMA if self.type == "json_object" else ""
+        return json.dumps(self.content)
 
     @property
     def as_json(self) -> dict[str, Any]:

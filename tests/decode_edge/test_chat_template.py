@@ -571,7 +571,6 @@ AS_THOUGHT = (  # as gpt-oss: the words stand before the call until there is an 
             [USER, ChatMessage("assistant", tool_calls=[LONG_CALL])],
             r"messages\[1\].*the function's name",
         ),
-        (ONE_CALL, [USER, replace(CALLING, tool_calls=[SUM, SUM])], r"tool_calls\[1\]: "),
         (ONLY_OBJECTS, [USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "[1]")])], ".* the arguments"),
         (
             NO_ANSWERS,
@@ -584,7 +583,6 @@ AS_THOUGHT = (  # as gpt-oss: the words stand before the call until there is an 
         "an argument",
         "cut arguments",
         "cut name",
-        "one call",
         "objects",
         "answers",
     ],
@@ -615,6 +613,25 @@ def test_words_beside_a_call_may_be_left_out_but_no_call_and_no_answer(source: s
     assert SAYING.content not in text
     places = [text.index(each) for each in ("hi", "add", "2.5", "42", "so 42", "why?")]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [ONE_CALL, LOOP + "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}" + END],
+    ids=["leaves others out", "refuses others"],
+)
+def test_a_template_of_single_calls_gets_each_call_before_its_own_answer(source: str) -> None:
+    source = source if source is ONE_CALL else source.replace(END, "{{ m.content }}{{ m.tool_calls | default([]) | tojson }}" + END)
+    other = ToolCall("multiply", '{"by": 7}', "second")
+    said = [
+        *(USER, replace(SAYING, tool_calls=[SUM, other])),
+        *(replace(ANSWER, content="forty-nine", tool_call_id="second"), ANSWER, ChatMessage("user", "why?")),
+    ]
+    text = rendered(source, *said)
+    places = [text.index(each) for each in ("add", "42", "multiply", "forty-nine", "why?")]
+    assert places == sorted(places)
+    unanswered = rendered(source, USER, replace(SAYING, tool_calls=[SUM, other]))
+    assert unanswered.index("add") < unanswered.index("multiply")
 
 
 def test_words_beside_a_call_are_kept_where_a_template_writes_them() -> None:

@@ -167,13 +167,13 @@ CASES = (
         [["a"], ["a", 1, 2]],
         [[], ["a", "b"]],
     ),
-    Case(
-        "a reference that leads nowhere",
-        {"$ref": "#/$defs/b", "$defs": {"a": INTEGER}},
-        refused="$ref: #/$defs/b leads",
-    ),
     Case("a percent sign in a name", {"$ref": "#/$defs/a%b", "$defs": {"a%b": INTEGER}}, [1], ["a"]),
-    Case("a default with many digits", {**INTEGER, "default": 2**53 + 1, "examples": [2**70]}, [1], ["a"]),
+    Case(
+        "a default with many digits",
+        {**INTEGER, "default": 2**53 + 1, "examples": [2**70], "x-id": 2**53 + 1},
+        [1],
+        ["a"],
+    ),
     Case("a default that is no JSON", {**INTEGER, "default": math.inf}, refused="default: inf"),
     Case("uniqueItems", {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True}, refused="uniqueItems"),
     Case(
@@ -401,7 +401,7 @@ CASES = (
         refused="examples.0.format",
     ),
     Case("ref to itself", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, refused="no text matches it"),
-    Case("ref to nothing", {"$ref": "#/$defs/a"}, refused="$defs"),
+    Case("ref to nothing", {"$ref": "#/$defs/a"}, refused="$ref: #/$defs/a leads nowhere"),
     Case("refRemote", {"$ref": "http://example.com/schema.json"}, refused="example.com"),
     Case("anchor", {"$defs": {"a": {"$anchor": "foo", "type": "integer"}}, "$ref": "#foo"}, [1], ["x"]),
     Case("dynamicRef", {"$defs": {"a": {"$dynamicAnchor": "n"}}, "$dynamicRef": "#n"}, refused="dynamicRef"),
