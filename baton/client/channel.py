@@ -56,6 +56,7 @@ def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[t
         "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
         "grpc.keepalive_time_ms": KEEPALIVE_TIME_S * 1000,
         "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_S * 1000,
+        "grpc.http2.ping_timeout_ms": KEEPALIVE_TIMEOUT_S * 1000,  # of a process that hangs; by default a minute
         "grpc.keepalive_permit_without_calls": 0,
         "grpc.initial_reconnect_backoff_ms": int(INITIAL_RECONNECT_S * 1000),
         "grpc.max_reconnect_backoff_ms": int(MAX_RECONNECT_S * 1000),

@@ -621,7 +621,11 @@ def test_words_beside_a_call_may_be_left_out_but_no_call_and_no_answer(source: s
     ids=["leaves others out", "refuses others"],
 )
 def test_a_template_of_single_calls_gets_each_call_before_its_own_answer(source: str) -> None:
-    source = source if source is ONE_CALL else source.replace(END, "{{ m.content }}{{ m.tool_calls | default([]) | tojson }}" + END)
+    source = (
+        source
+        if source is ONE_CALL
+        else source.replace(END, "{{ m.content }}{{ m.tool_calls | default([]) | tojson }}" + END)
+    )
     other = ToolCall("multiply", '{"by": 7}', "second")
     said = [
         *(USER, replace(SAYING, tool_calls=[SUM, other])),
