@@ -82,6 +82,8 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
 def _turns(place: str, message: Mapping[str, Any]) -> Iterator[ChatTurn]:
     """Yields the chat messages that one message of the request becomes."""
     role = message.get("role")
+    if role is None:
+        raise invalid(f"{place}.role", "is required")
     if not isinstance(role, str) or role not in _KINDS:
         raise invalid(f"{place}.role", f"is none of {', '.join(_KINDS)}")
     refuse_other_fields(place, message, {"role", "content"})
