@@ -160,7 +160,7 @@ async def running(
     made: list[Any] = []
 
     async def new_matcher(
-        grammar: Grammar | None, output_ids: Any, reasoning: Reasoning | None, *, client: str = ""
+        grammar: Grammar | None, output_ids: Any, reasoning: Reasoning | None, *, client: str = "", tenant: str = ""
     ) -> Matcher:
         assert grammar is not None
         if grammar.text == "broken":
