@@ -341,6 +341,8 @@ def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[RequestFi
         raise invalid(name[:64], f"is unknown{hint}", code="unknown_parameter")
     if any(_is_same(value, nothing) for nothing in nothings):
         return
+    if name in kind.names_here:
+        raise not_served(name, f"{kind.names_here[name]} is")
     switch = _SWITCHES.get(name)
     is_replaced = _NEWER.get(name) in kind.model_fields
     if switch is None and not is_replaced:

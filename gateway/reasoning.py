@@ -1,4 +1,4 @@
-"""What a request says about how the model shall reason, in the fields of all endpoints that answer conversations."""
+"""What a request says about how the model shall reason, in the fields of all endpoints that generate."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ReasoningOptions(StrictFields):
 
 
 class ReasoningFields(StrictFields):
-    """The fields of chats and of responses that say how to reason."""
+    """The fields of chats, responses and completions that say how to reason."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] = ReasoningOptions()

@@ -25,7 +25,7 @@ class PhaseRule(Generic[PhaseT]):
         assert phase in self.following, f"{who}: {phase} does not follow"
 
     def settle(self, lease: RowLease | None, pool: KvPool, *, who: str) -> None:
-        """Gives the row's lease the state that it has in this phase, or releases it if none is held."""
+        """Sets the lease's state to that of this phase, or releases the lease if the phase holds no row."""
         if self.lease is not None:
             assert lease is not None, f"{who} holds no row"
             lease.state = self.lease

@@ -51,7 +51,7 @@ class FirstTokens(Generic[PromptT]):
 
     @classmethod
     def drawn(cls, places: Sequence[int], batch: ChunkBatch[PromptT], computed: Computed) -> FirstTokens[PromptT]:
-        """Returns those of a forward's results at `places`, indices of the batch's `sampled_entries`."""
+        """Returns the first tokens of a forward at `places`, indices of the batch's `sampled_entries`."""
         rows = np.array(places, np.int64)
         logprobs = unpack_logprobs(computed.sampled, batch.sampling)[:, 0].tolist()
         return cls(
@@ -62,7 +62,7 @@ class FirstTokens(Generic[PromptT]):
         )
 
     def at(self, places: Sequence[int]) -> FirstTokens[PromptT]:
-        """Returns those of the prompts at some places."""
+        """Returns the first tokens of the prompts at these places."""
         return FirstTokens(
             tuple(self.prompts[place] for place in places),
             self.token_ids[places],

@@ -74,8 +74,9 @@ def in_ordinary_messages(
 
 
 def with_one_call_each(messages: Sequence[ChatMessage], places: Sequence[str]) -> tuple[list[ChatMessage], list[str]]:
-    """Returns the conversation with at most one call in a message, each before its own answers, and for each message
-    the one of `places` that it comes from. Words and reasoning stay beside the first call.
+    """Returns the conversation with at most one call in a message, each before its own answer, and for each message the
+    one of `places` that it comes from. Answers come in the order of the calls. Words and reasoning stay beside the
+    first call.
     """
     written: list[tuple[ChatMessage, str]] = []
     waiting = deque(zip(messages, places, strict=True))
@@ -84,16 +85,10 @@ def with_one_call_each(messages: Sequence[ChatMessage], places: Sequence[str]) -
         if len(message.tool_calls) < 2:
             written.append((message, place))
             continue
-        answers: list[tuple[ChatMessage, str]] = []
-        while waiting and waiting[0][0].role == "tool":
-            answers.append(waiting.popleft())
-        for call in message.tool_calls:
-            written.append((replace(message, tool_calls=(call,)), place))
-            message = ChatMessage(message.role)
-            own = [answer for answer in answers if answer[0].tool_call_id == call.id]
-            written += own
-            answers = [answer for answer in answers if answer not in own]
-        written += answers
+        for number, call in enumerate(message.tool_calls):
+            written.append((replace(message if not number else ChatMessage("assistant"), tool_calls=(call,)), place))
+            if waiting and waiting[0][0].role == "tool":
+                written.append(waiting.popleft())
     return [message for message, _ in written], [place for _, place in written]
 
 

@@ -1,6 +1,6 @@
 """Compiles grammars on threads of their own, each one only after a trial in a child process.
 
-    new grammar ──▶ its client's turn ──▶ trial in a child process ──▶ compiled here ──▶ matcher
+    new grammar ──▶ its tenant's turn ──▶ trial in a child process ──▶ compiled here ──▶ matcher
     known grammar ─────────────────────────────────────────────────▶ copied here ──▶ matcher
 
 Compiling cannot be stopped here. A grammar that stayed within the trial's limits takes as little time and memory here.
@@ -13,11 +13,11 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar
@@ -40,7 +40,6 @@ LIMITS = protocol.Limits(
 )
 """The limits of a trial. Its stack is half as large as the service's, so what passes the trial fits here."""
 
-KeyT = TypeVar("KeyT")
 Caller = tuple[str, str]
 """Who waits: a client, and the tenant for whom it asks, or ""."""
 TryOut = Callable[[Grammar], Awaitable[int]]
@@ -213,30 +212,49 @@ class GrammarTrials:
         return self._process
 
 
+@dataclass(slots=True)
+class _Line:
+    """Those who wait for one tenant, and the seconds that it has used since it came."""
+
+    used_s: float
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _ClientLines:
+    """The lines of a client's tenants, the seconds that they have used together, and how many wait in them."""
+
+    used_s: float
+    lines: dict[str, _Line] = field(default_factory=dict)
+    num_waiting: int = 0
+
+
 class Turns:
     """Gives clients turns, one caller at a time. The next turn goes to the waiting client that has used the least time,
-    and of its tenants to the one that has.
+    and among that client's tenants to the one that has used the least.
 
-    So a client whose work takes long delays each work of another client by at most one of its own, however many tenants
-    it names.
+    So a client whose work takes long delays another one by at most one turn of its own at a time, however many tenants
+    it names. Who comes begins with the least time of those who are there.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._holder: Caller | None = None
-        self._waiting: dict[str, dict[str, deque[asyncio.Future[None]]]] = {}  # by client and tenant
-        self._clients, self._tenants = _UsedTime[str](), _UsedTime[Caller]()
+        self._clients: dict[str, _ClientLines] = {}  # of equal time the one whose turn is longest ago comes first
 
     async def take(self, caller: Caller) -> float:
         """Waits for the caller's turn. Returns the present time, to be passed to `give_back`."""
-        client, tenant = caller
-        self._clients.begin(client, among=lambda other: True)
-        self._tenants.begin(caller, among=lambda other: other[0] == client)
+        name, tenant = caller
+        if (client := self._clients.get(name)) is None:
+            client = self._clients[name] = _ClientLines(_least(self._clients))
+        if (line := client.lines.get(tenant)) is None:
+            line = client.lines[tenant] = _Line(_least(client.lines))
         if self._holder is None:
             self._holder = caller
             return self._clock()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, {}).setdefault(tenant, deque()).append(turn)
+        line.waiting.append(turn)
+        client.num_waiting += 1
         try:
             await turn
         except asyncio.CancelledError:
@@ -248,44 +266,41 @@ class Turns:
     def give_back(self, caller: Caller, began_s: float) -> None:
         """Ends the turn of `caller`, which it has had since `began_s`."""
         used_s = self._clock() - began_s
-        self._clients.seconds[caller[0]] += used_s
-        self._tenants.seconds[caller] += used_s
+        client = self._clients[caller[0]]
+        client.used_s += used_s
+        client.lines[caller[1]].used_s += used_s
         self._pass_on()
 
     def _pass_on(self) -> None:
-        self._holder = None
-        while self._waiting and self._holder is None:
-            client = min(self._waiting, key=self._clients.seconds.__getitem__)
-            own = self._waiting.pop(client)
-            tenant = min(own, key=lambda name: self._tenants.seconds[client, name])
-            waiting = own.pop(tenant)
-            turn = waiting.popleft()
-            if waiting:
-                own[tenant] = waiting  # after others that have used as much
-            if own:
-                self._waiting[client] = own
-            if not turn.cancelled():
-                self._holder = client, tenant
+        ended, self._holder = self._holder, None
+        while self._holder is None and (names := [name for name, each in self._clients.items() if each.num_waiting]):
+            name = min(names, key=lambda name: self._clients[name].used_s)
+            client = self._clients[name] = self._clients.pop(name)
+            lines = client.lines
+            tenant = min([name for name, each in lines.items() if each.waiting], key=lambda name: lines[name].used_s)
+            line = lines[tenant] = lines.pop(tenant)
+            turn = line.waiting.popleft()
+            client.num_waiting -= 1
+            if turn.cancelled():
+                self._forget_if_gone((name, tenant))
+            else:
+                self._holder = name, tenant
                 turn.set_result(None)
-        present = {(client, tenant) for client, own in self._waiting.items() for tenant in own}
-        if self._holder is not None:
-            present.add(self._holder)
-        self._clients.keep({client for client, _ in present})
-        self._tenants.keep(present)
+        if ended is not None and ended != self._holder:
+            self._forget_if_gone(ended)
+
+    def _forget_if_gone(self, caller: Caller) -> None:
+        """Forgets the time of a caller for whom nobody waits, and that of its client if it was the last."""
+        name, tenant = caller
+        client = self._clients.get(name)
+        if client is not None and tenant in client.lines and not client.lines[tenant].waiting:
+            del client.lines[tenant]
+            if not client.lines:
+                del self._clients[name]
 
 
-class _UsedTime(Generic[KeyT]):
-    """The seconds used by those who wait or have the turn. A new one starts with the least of its like."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[KeyT, float] = {}
-
-    def begin(self, key: KeyT, *, among: Callable[[KeyT], bool]) -> None:
-        if key not in self.seconds:
-            self.seconds[key] = min([used_s for other, used_s in self.seconds.items() if among(other)], default=0.0)
-
-    def keep(self, keys: Collection[KeyT]) -> None:
-        self.seconds = {key: used_s for key, used_s in self.seconds.items() if key in keys}
+def _least(present: Mapping[str, _ClientLines | _Line]) -> float:
+    return min([each.used_s for each in present.values()], default=0.0)
 
 
 class _Lane:

@@ -16,9 +16,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
@@ -27,7 +27,7 @@ from common.grammar.matcher import Mask, Matcher, allows, forbid
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
-from common.text.json_objects import close_objects, value_at
+from common.text.json_objects import close_objects
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
 
 _MAX_CACHED = 256
@@ -95,6 +95,7 @@ double below _MOST is _NEARLY_MOST.
 """
 _TOO_LARGE = "is at or beyond the ends of 64 bits"
 _KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
+_NO_POINTER = re.compile("Pointer '(.*)' does not exist")
 _ODD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
 """Matches a `$ref` that cannot lead into the value of a keyword in `_VALUES`."""
@@ -575,6 +576,8 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 def _words(matcher: LLMatcher) -> str:
     """Returns the error of a matcher on one line. The places in it are `at LINE(COLUMN): ` in the text in Lark."""
     words = " ".join(_LISTING.sub("", matcher.get_error()).split())
+    if missing := _NO_POINTER.search(words):
+        return f"$ref: #{unquote(missing[1])} leads nowhere"
     return "no text matches it" if words == "NoExtensionBias" else words
 
 
@@ -610,17 +613,18 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
     if not isinstance(schema, dict):
         raise GrammarRefused("is not a JSON object")
     options = _options(schema.pop(SCHEMA_OPTIONS, {}))
-    schemas, values = list(_schemas_in(schema)), []
-    if has_odd_reference := any(_has_odd_reference(part) for _, part in schemas):
+    has_odd_reference = any(_has_odd_reference(part) for _, part in _schemas_in(schema))
+    schemas, values = [], []
+    for place, part in _schemas_in(schema):
+        if not has_odd_reference:  # else one may lead to what is left out
+            _leave_out_idle_keywords(part)  # before the walk goes into them
+        schemas.append((place, part))
+    if has_odd_reference:
         known = {id(part) for _, part in schemas}
         values = [(place, part) for place, part in _objects_in(schema) if id(part) not in known]
-    has_own_pointers = any("$id" in part for place, part in schemas if place is not None)
     for place, part in schemas:
-        _drop_idle_keywords(part)
         _check(place, part, _check_keywords, _make_writable)
-        if not has_own_pointers:
-            _check(place, part, partial(_check_reference, schema))
-        if not has_odd_reference:  # else one may lead there
+        if not has_odd_reference:
             for keyword in _SAID_OF_VALUES:
                 part.pop(keyword, None)
     for place, part in values:
@@ -663,12 +667,12 @@ def _check_keywords(part: dict[str, Any]) -> None:
         if keyword in ("const", "enum"):
             for number in _leaves(value, int, float):
                 _check_number(keyword, number)
-        elif keyword in _SAID_OF_VALUES:  # they must be JSON
+        elif keyword in _SAID_OF_VALUES:  # a schema is JSON, whatever it says
             for number in _leaves(value, float):
                 _check_number(keyword, number)
         elif keyword in _NUMERIC and isinstance(value, int | float):
             _check_number(keyword, value, is_bound=keyword in _BOUNDS)
-        elif isinstance(value, float):
+        elif isinstance(value, float) or (isinstance(value, int) and abs(value) >= _MOST):
             _check_number(keyword, value)
     multiple = part.get("multipleOf")
     if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
@@ -679,15 +683,6 @@ def _check_keywords(part: dict[str, Any]) -> None:
     if isinstance(properties, dict) and len(properties) > _MAX_OPTIONAL and not part.get("required"):
         why = f"has {len(properties)} keys, more than {_MAX_OPTIONAL}, and none of them is required"
         raise _KeywordRefused("properties", why)
-
-
-def _check_reference(schema: dict[str, Any], part: dict[str, Any]) -> None:
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        try:
-            value_at(schema, reference)
-        except LookupError:
-            raise _KeywordRefused("$ref", f"{reference} leads nowhere") from None
 
 
 def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
@@ -701,7 +696,7 @@ def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
         raise _KeywordRefused(keyword, f"{number} {why}")
 
 
-def _drop_idle_keywords(part: dict[str, Any]) -> None:
+def _leave_out_idle_keywords(part: dict[str, Any]) -> None:
     """Removes keywords that the library lacks where their value says nothing."""
     for keyword, idle in _IDLE_VALUES.items():
         if keyword in part and any(type(part[keyword]) is type(each) and part[keyword] == each for each in idle):
@@ -727,9 +722,10 @@ def _make_writable(part: dict[str, Any]) -> None:
     for keyword in _BOUNDS.intersection(part):
         part[keyword] = _bound(keyword, part[keyword], is_integer=is_integer)
     if isinstance(reference := part.get("$ref"), str):
-        part["$ref"] = quote(
-            _ODD_PERCENT.sub("%25", reference), safe=_KEPT_IN_REFERENCES
-        )  # names such as Response[int]
+        try:  # names such as Response[int]
+            part["$ref"] = quote(_ODD_PERCENT.sub("%25", reference), safe=_KEPT_IN_REFERENCES)
+        except UnicodeEncodeError:
+            raise _KeywordRefused("$ref", "is not Unicode") from None
     if isinstance(pattern := part.get("pattern"), str):
         part["pattern"] = _writable(pattern, "pattern")
     if isinstance(by_pattern := part.get("patternProperties"), dict):

@@ -7,6 +7,7 @@ properties that it does not declare, and everything does if a reference is not u
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -18,6 +19,7 @@ _ADDS = frozenset(
     | {"dependentSchemas", "dependencies", "if", "then", "else", "not"}
 )
 """Keywords by which a schema says something about an object beside the schemas that it names."""
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_NAMED = 1000
 """The most schemas that are looked at for one object."""
 
@@ -89,20 +91,13 @@ def referred(schema: dict[str, Any], reference: Any) -> dict[str, Any] | None:
     """Returns the schema that a `$ref` in `schema` leads to, or None if it is not understood."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
-    try:
-        found = value_at(schema, reference)
-    except LookupError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def value_at(schema: dict[str, Any], reference: str) -> Any:
-    """Returns what is at a JSON pointer in a fragment, such as #/$defs/a. Raises LookupError if there is nothing."""
     found: Any = schema
     for name in unquote(reference).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list):
-            found = found[int(name) if name.isdecimal() else len(found)]
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
+            found = found[int(name)]
         else:
-            found = (found if isinstance(found, dict) else {})[name]
-    return found
+            return None
+    return found if isinstance(found, dict) else None

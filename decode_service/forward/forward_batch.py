@@ -172,5 +172,4 @@ def _flat(tokens: Tensor) -> Tensor:
 def _chain_positions(batch: ForwardBatch, num_before: int, num_tokens: int) -> Tensor:
     if not num_before and num_tokens == batch.num_tokens:
         return batch.positions
-    window = torch.arange(num_before, num_before + num_tokens, device=batch.prefix_lens.device)
-    return batch.prefix_lens.unsqueeze(1) + window
+    return positions_from(batch.prefix_lens + num_before, num_tokens)

@@ -141,7 +141,7 @@ class Lives:
         explains them. Raises AssertionError if `phase` cannot follow the request's current one.
         """
         before, after = RULES[req.phase], RULES[phase]
-        before.check_followed_by(phase, who=req.request_id)
+        before.check_followed_by(phase, who=f"{req.request_id} in {req.phase}")
         at_s = self._clock() if at_s is None else at_s
         req.spend(before.seconds, until_s=at_s)
         if after.place is not before.place:
@@ -153,7 +153,7 @@ class Lives:
             req.lease = lease
             self.holding[req] = None
         req.phase = phase
-        after.settle(req.lease, self._pool, who=req.request_id)
+        after.settle(req.lease, self._pool, who=f"{req.request_id} in {phase}")
         if after.lease is None and req.lease is not None:
             req.lease = None
             del self.holding[req]

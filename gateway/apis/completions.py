@@ -46,7 +46,6 @@ class CompletionFields(ChoicesFields, ReasoningFields):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     echo: bool = False
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
-
     reasoning_effort: Effort | None = None
 
     asks_for_nothing: ClassVar = {"add_special_tokens": (True,), "separate_reasoning": (False, True)}

@@ -44,9 +44,9 @@ _KINDS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 ROLES = tuple(_KINDS)
-_BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)*[ \t]*(?:\n|$)?")
-"""Matches what Claude Code sends for Anthropic's billing where a part of the system prompt begins. It is another one in
-each request, so the model's cache would begin with nothing.
+_BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s|$)))+[ \t]*\n?")
+"""Matches what Claude Code sends for Anthropic's billing where a part of the system prompt begins. It differs in each
+request, so the model's cache would begin with nothing.
 """
 _JOINED_ROLES = {"user", "assistant"}
 

@@ -82,8 +82,11 @@ class ConversationFields(RequestFields):
         "container": (),
         "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "mcp_servers": ([],),
+        "reasoning": ({}, {"effort": "none"}),
+        "reasoning_effort": ("none",),
         "speed": ("standard",),
     }
+    names_here: ClassVar = {"enable_thinking": "thinking"}
 
 
 class MessageFields(GenerationFields, ConversationFields):

@@ -156,6 +156,7 @@ class ResponseFields(ReasoningFields, GenerationFields):
         "max_tool_calls": (),
         "previous_response_id": (),
         "prompt": (),
+        "reasoning_effort": ("none",),
         "store": (False, True),  # nothing is stored, and the answer says so
         "truncation": ("disabled",),
     }
@@ -164,6 +165,7 @@ class ResponseFields(ReasoningFields, GenerationFields):
         "max_completion_tokens": "max_output_tokens",
         "max_tokens": "max_output_tokens",
         "messages": "input",
+        "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     }
 

@@ -25,7 +25,7 @@ from prefill_service.prompt import Prompt
 
 class KvSender:
     """Sends the KV of prompts as copies, or as loans if the call's receiver can read the pool's `memory`. A loan copies
-    nothing. A part is the KV of a prompt that goes into one segment. Only the engine thread calls this class,
+    nothing. A part is that part of a prompt's KV that goes into one segment. Only the engine thread calls this class,
     and nothing here blocks.
 
     Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may

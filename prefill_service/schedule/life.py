@@ -80,7 +80,7 @@ class PromptLives:
         `lease` is given to a prompt that gets a row now. Raises AssertionError if the phase cannot follow the prompt's
         current one.
         """
-        RULES[prompt.phase].check_followed_by(phase, who=f"row {prompt.index}")
+        RULES[prompt.phase].check_followed_by(phase, who=f"row {prompt.index} in {prompt.phase}")
         self._members[prompt.phase].pop(prompt, None)
         if prompt.phase is PromptPhase.COMPUTING:
             self._present = max(self._present, prompt.next_tag)
@@ -94,4 +94,4 @@ class PromptLives:
             self._ended(prompt)
         else:
             self._members[phase][prompt] = None
-        RULES[phase].settle(prompt.lease, self._pool, who=f"row {prompt.index}")
+        RULES[phase].settle(prompt.lease, self._pool, who=f"row {prompt.index} in {phase}")

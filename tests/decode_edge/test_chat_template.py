@@ -629,7 +629,7 @@ def test_a_template_of_single_calls_gets_each_call_before_its_own_answer(source:
     other = ToolCall("multiply", '{"by": 7}', "second")
     said = [
         *(USER, replace(SAYING, tool_calls=[SUM, other])),
-        *(replace(ANSWER, content="forty-nine", tool_call_id="second"), ANSWER, ChatMessage("user", "why?")),
+        *(ANSWER, replace(ANSWER, content="forty-nine", tool_call_id="second"), ChatMessage("user", "why?")),
     ]
     text = rendered(source, *said)
     places = [text.index(each) for each in ("add", "42", "multiply", "forty-nine", "why?")]

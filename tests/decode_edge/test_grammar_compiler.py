@@ -358,6 +358,15 @@ async def test_a_caller_that_leaves_is_passed_over() -> None:
     assert await clients.all_over() == ["a", "c"]
 
 
+async def test_a_caller_that_waits_for_itself_may_leave() -> None:
+    clients = Clients()
+    await clients.ask("a", "a")
+    await clients.leave(1)
+    assert await clients.all_over() == ["a"]
+    await clients.ask("a", "b")
+    assert await clients.all_over() == ["a", "a", "b"]
+
+
 async def test_a_caller_that_leaves_when_it_gets_the_turn_passes_it_on() -> None:
     clients = Clients()
     began_s = await clients.turns.take(("a", ""))

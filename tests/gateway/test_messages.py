@@ -93,6 +93,9 @@ def prompt_of(**fields: Any) -> ChatInput:
         ([text("x-anthropic-billing-header: cch=a1b2c;\nBe brief. "), text("Be kind.")], "Be brief. Be kind."),
         ("What is an x-anthropic-billing-header: a=b;?", "What is an x-anthropic-billing-header: a=b;?"),
         ("x-anthropic-billing-header: cch=a1b2c;", ""),
+        ("x-anthropic-billing-header: cc_version=2.1; cch=0\nYou", "You"),
+        ("\nx-anthropic-billing-header: cc_version=2.1", ""),
+        ("x-anthropic-billing-header: explain it", "x-anthropic-billing-header: explain it"),
     ],
 )
 def test_what_an_agent_says_to_its_biller_is_left_out_and_nothing_else(system: Any, words: str) -> None:

@@ -149,14 +149,23 @@ def test_a_model_that_does_not_reason_has_words_only(edge: GatewayHere, reasons:
         ("/v1/responses", {"thinking_token_budget": 3}, "thinking_token_budget"),
         ("/v1/responses", {"reasoning": {"enabled": True, "exclude": True}}, "reasoning.enabled"),
         ("/v1/responses", {"thinking": {"type": "adaptive"}}, "thinking"),
+        ("/v1/chat/completions", {"thinking_token_budget": -1, "reasoning": {"summary": "auto"}}, None),
+        ("/v1/responses", {"reasoning_effort": "none"}, None),
+        ("/v1/messages", {"reasoning_effort": "none", "reasoning": {"effort": "none"}, "max_tokens": 9}, None),
+        (
+            "/v1/completions",
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
+            "chat_template_kwargs.enable_thinking, reasoning_effort",
+        ),
+        ("/v1/completions", {"thinking": {"type": "enabled"}, "max_tokens": 9}, "thinking"),
     ],
 )
 def test_what_says_how_to_reason_is_left_out_and_named_where_it_means_nothing(
     path: str, fields: dict[str, Any], ignored: str | None, edge: GatewayHere, reasons: ScriptedServer
 ) -> None:
     reasons.inference.has_reasoning, reasons.inference.template_variables = False, ["a"]
-    said = {"input": "hi"} if path == "/v1/responses" else {"messages": CHAT["messages"]}
-    answer = edge.ask("POST", path, {"model": "demo", **said, **fields})
+    said = {"/v1/responses": {"input": "hi"}, "/v1/completions": {"prompt": "hi"}}.get(path, CHAT)
+    answer = edge.ask("POST", path, {**said, "model": "demo", **fields})
     assert (answer.status, answer.headers.get("x-ignored-fields")) == (200, ignored)
     request = reasons.inference.requests.get(timeout=BOUND_S)
     assert not request.sampling.HasField("reasoning")

@@ -245,6 +245,7 @@ def assert_refused(answer: Answer, param: str, code: str | None) -> None:
         ({"logprobs": 21}, "logprobs", None),
         ({"cache_salt": ""}, "cache_salt", None),
         ({"messages": MESSAGES}, "messages", "unknown_parameter"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "unsupported_parameter"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -419,6 +420,16 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
             'include[0]: is not served, "message.output_text.logprobs" and "reasoning.encrypted_content" are',
         ),
         ("/v1/responses", {"input": ""}, "input: is empty"),
+        (
+            "/v1/responses",
+            {"input": [{}]},
+            "input[0].type: is missing: message, function_call, function_call_output, reasoning are",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "reasoning_effort": "low"},
+            "reasoning_effort: is not served, reasoning.effort is",
+        ),
     ],
 )
 def test_words_name_what_was_sent_and_what_would_do(

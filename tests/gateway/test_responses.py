@@ -448,10 +448,26 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
         {"text": {"verbosity": "medium", "format": {"type": "text"}}, "reasoning": {}, "tools": [], "metadata": None},
         {"input": [{"role": "user", "content": [{**TEXT, "annotations": [{"type": "a"}], "logprobs": [{}]}]}]},
         {"input": [{**SAID, "type": "message", "id": "msg_1", "status": "completed", "phase": "final_answer"}]},
+        {"input": [{**each, "cache_control": {"type": "ephemeral"}} for each in (USER, CALL, DONE)]},
+        {"cache_control": {"type": "ephemeral"}},
+        {"text": {"format": {"type": "text", "schema": None, "value": None}}},
     ],
 )
 def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     assert parse_response(json.dumps({**BODY, **fields}).encode()).sampling.get("json_schema") is None
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": PICK["parameters"]},
+        {"type": "json_schema", "value": PICK["parameters"]},
+        {"type": "json_schema", "schema": None, "value": PICK["parameters"]},
+    ],
+)
+def test_a_schema_of_an_answer_has_the_names_of_other_servers(form: dict[str, Any]) -> None:
+    plan = parse_response(json.dumps({**BODY, "text": {"format": form}}).encode())
+    assert json.loads(plan.sampling["json_schema"]) == PICK["parameters"]
 
 
 def test_the_package_raises_what_the_decode_service_refuses(edge: GatewayHere, scripted: ScriptedServer) -> None:

@@ -114,7 +114,7 @@ def test_an_answer_that_has_a_format_fits_it_or_is_calls(caller: Caller) -> None
         (
             {
                 "tools": [
-                    {"function": PICK["function"], "cache_control": {}},
+                    {"function": {**PICK["function"], "cache_control": {}}, "cache_control": {}},
                     {**CLOCK, "type": None},
                 ],
                 "tool_choice": {"function": {"name": "pick"}},

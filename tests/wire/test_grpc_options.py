@@ -27,7 +27,7 @@ def test_servers_take_as_many_pings_as_either_client_sends() -> None:
 def test_both_ends_look_for_a_dead_peer() -> None:
     for options in (dict(server_options()), dict(channel_options())):
         assert 0 < options["grpc.keepalive_time_ms"] <= 10_000
-        assert 0 < options["grpc.keepalive_timeout_ms"] <= 5_000
+        assert 0 < options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] <= 5_000
     assert dict(channel_options())["grpc.keepalive_permit_without_calls"] == 1
 
 
