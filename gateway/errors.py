@@ -6,7 +6,8 @@ ClientLeft   the client has left, so nothing can be answered
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -32,6 +33,7 @@ _MESSAGES_KINDS = {
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _RETRY_AFTER_S = 1
 _MAX_MESSAGE_BYTES = 1024
+_MAX_SHOWN_CHARS = 64
 _CONTEXT_EXCEEDED, _QUEUE_FULL = "CONTEXT_EXCEEDED", "QUEUE_FULL"
 
 
@@ -89,6 +91,17 @@ def messages_error(error: ApiError, request_id: str) -> Mapping[str, Any]:
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
     """Returns the error for a wrong field, with status 400."""
     return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
+
+
+def none_of(param: str, value: object, allowed: Iterable[str]) -> ApiError:
+    """Returns the error for a value that is none of the `allowed` texts."""
+    return invalid(param, f"{f'{shown(value)} ' if shown(value) else ''}is none of {', '.join(allowed)}")
+
+
+def shown(value: object) -> str:
+    """Returns a wrong value as JSON, for an error's words; empty if it is long, or no text or number."""
+    text = json.dumps(value) if isinstance(value, str | int | float) else ""
+    return text if len(text) <= _MAX_SHOWN_CHARS else ""
 
 
 def not_served(param: str, but: str = "") -> ApiError:

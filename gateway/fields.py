@@ -25,7 +25,7 @@ from pydantic import (
 
 from baton.requests import SamplingOptions
 from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS, NumberOption
-from gateway.errors import ApiError, invalid, not_served
+from gateway.errors import ApiError, invalid, not_served, shown
 from gateway.grammar_fields import Constraint, GrammarFields, ResponseFormat, StrictFields, without_null
 
 MAX_FIELDS = 256
@@ -357,7 +357,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _api_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
     match first["type"]:
         case "missing":
@@ -371,6 +371,8 @@ def _api_error(error: ValidationError) -> ApiError:
         case _:
             message = str(first["msg"]).removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
+            if message.startswith("input should be") and (value := shown(first["input"])):
+                message += f", not {value}"
     return invalid(param[:128], message)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.text.chat_messages import Tool, ToolChoice
 from gateway.conversation import kind_not_served, refuse_other_fields
-from gateway.errors import invalid, not_served
+from gateway.errors import invalid, none_of, not_served
 
 _NAME = re.compile("[a-zA-Z0-9_-]+")
 _NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": False}
@@ -117,7 +117,7 @@ def _choice(choice: Any, names: Sequence[str], *, allows_several: bool, is_flat:
         case None | "auto":
             return ToolChoice(parallel=allows_several)
         case str() if choice != "required":
-            raise invalid("tool_choice", f"is none of {', '.join(_CHOICES)}")
+            raise none_of("tool_choice", choice, _CHOICES)
         case str() | dict() if not names:
             raise invalid("tool_choice", "is only allowed when tools are specified")
         case "required":

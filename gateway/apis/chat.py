@@ -25,7 +25,7 @@ from gateway.conversation import (
     string,
     text_of,
 )
-from gateway.errors import invalid, not_served
+from gateway.errors import invalid, none_of, not_served
 from gateway.fields import ChoicesFields, RequestFields, parse_fields
 from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
@@ -268,7 +268,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
     if role == "function":
         raise not_served(f"{place}.role", "tool is")
     if not isinstance(role, str) or role not in _ROLES:
-        raise invalid(f"{place}.role", f"is none of {', '.join(_ROLES)}")
+        raise none_of(f"{place}.role", role, _ROLES)
     refuse_other_fields(place, message, _MESSAGE_FIELDS | _FIELDS_OF_ROLES.get(role, set()))
     name = message.get("name")
     if role == "tool":

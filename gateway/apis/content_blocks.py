@@ -21,7 +21,7 @@ from gateway.conversation import (
     string,
     text_of,
 )
-from gateway.errors import invalid
+from gateway.errors import invalid, none_of
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 
 SIGNATURE = "unsigned"
@@ -85,7 +85,7 @@ def _turns(place: str, message: Mapping[str, Any]) -> Iterator[ChatTurn]:
     if role is None:
         raise invalid(f"{place}.role", "is required")
     if not isinstance(role, str) or role not in _KINDS:
-        raise invalid(f"{place}.role", f"is none of {', '.join(_KINDS)}")
+        raise none_of(f"{place}.role", role, _KINDS)
     refuse_other_fields(place, message, {"role", "content"})
     blocks = _blocks(f"{place}.content", message.get("content"), _KINDS[role])
     match role:

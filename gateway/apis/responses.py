@@ -28,7 +28,7 @@ from gateway.conversation import (
     string,
     text_of,
 )
-from gateway.errors import ApiError, invalid, not_served
+from gateway.errors import ApiError, invalid, none_of, not_served
 from gateway.fields import GenerationFields, parse_fields
 from gateway.grammar_fields import OBJECT_SCHEMA, Constraint, StrictFields, without_null
 from gateway.logprobs import token_logprobs
@@ -305,7 +305,7 @@ def _kind(place: str, item: Any) -> str:
     refuse_other_fields(place, item, names)
     role = item.get("role")
     if kind == "message" and not (isinstance(role, str) and role in _ROLES):
-        raise invalid(f"{place}.role", f"is none of {', '.join(_ROLES)}")
+        raise none_of(f"{place}.role", role, _ROLES)
     assert isinstance(kind, str)
     return kind
 

@@ -394,6 +394,14 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
         (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role: is required"),
         (
             CHAT,
+            {"messages": [{"role": "bot", "content": "hi"}]},
+            'messages[0].role: "bot" is none of system, developer, user, assistant, tool',
+        ),
+        (CHAT, {"n": 0}, "n: input should be greater than or equal to 1, not 0"),
+        (CHAT, {"stop": ["x", "y" * 70, 7]}, "stop[2]: input should be a valid string, not 7"),
+        (CHAT, {"seed": "y" * 70}, "seed: input should be a valid integer"),
+        (
+            CHAT,
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
             "response_format.json_schema.schema: must be a JSON schema: an object, or its text",
         ),
