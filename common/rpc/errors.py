@@ -60,10 +60,12 @@ _WORDS = (
 _VERDICT = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: (?P<verdict>[^:]+))?")
 _BROKEN = {
     "Socket closed": "the connection broke: the server ended, or cannot be reached any more",
+    "Stream removed": "the connection broke: the server ended, or cannot be reached any more",
     "Cancelling all calls": "the server stopped",
     "Deadline Exceeded": "no answer came in time",
 }
 _RESET = "Connection reset by peer"
+_REMOVED = re.compile(r"Stream removed \((.*)\)", re.DOTALL)
 
 
 def status_of(error: BatonError) -> status_pb2.Status:
@@ -103,6 +105,8 @@ def connection_words(details: str) -> str:
         )
     if found := _NOT_FOUND.fullmatch(details):
         return f"no host is known by the name of {found['address']}"
+    if removed := _REMOVED.fullmatch(details):
+        details = removed[1]
     if details.endswith(_RESET) or f"{_RESET} (" in details:
         return _BROKEN["Socket closed"]
     return _BROKEN.get(details, details)

@@ -21,6 +21,7 @@ from baton.codec import inference_load_from_wire, model_info_from_wire
 from baton.errors import error_from_rpc
 from baton.v1 import inference_pb2, types_pb2
 from common.peer_text import MAX_PEER_TEXT_BYTES, peer_text
+from common.rpc.errors import connection_words
 from common.telemetry.logs import configure_logs
 from gateway.errors import api_error_of, invalid, messages_error, openai_error
 
@@ -170,3 +171,17 @@ def test_what_a_server_says_of_itself_is_harmless() -> None:
     )
     (seen,) = load.prefill_replicas
     assert is_harmless(load.instance_id) and is_harmless(seen.address) and is_harmless(seen.reason, 1024)
+
+
+@pytest.mark.parametrize("removed", ["{}", "Stream removed ({})"])
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        ("Deadline Exceeded", "no answer came in time"),
+        ("Socket closed", "the connection broke: the server ended, or cannot be reached any more"),
+        ("Cancelling all calls", "the server stopped"),
+        ("tokens: are odd", "tokens: are odd"),
+    ],
+)
+def test_what_grpc_says_of_a_broken_call_is_put_in_words(removed: str, details: str, words: str) -> None:
+    assert connection_words(removed.format(details)) == words
