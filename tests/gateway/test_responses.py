@@ -221,8 +221,9 @@ TOKENS = (
         (["".join(PIECES)], [["".join(PIECES)]]),
         (TOKENS, [["<", "b", ">:"], ["Well", ".", "\n"]]),
         (["<tool_call>", '{"name": "pick"', "}</tool_call>Well."], [["}</tool_call>Well."]]),
+        (["<think", ">Hm.</think>Well."], [[">Hm.</think>Well."]]),
     ],
-    ids=["in pieces", "at once", "token by token", "the end of a call with words"],
+    ids=["in pieces", "at once", "token by token", "the end of a call with words", "all thoughts with words"],
 )
 def test_log_probabilities_come_with_the_text_of_messages(
     edge: GatewayHere, scripted: ScriptedServer, pieces: Sequence[str], expected: Sequence[Sequence[str]]
