@@ -201,8 +201,6 @@ def test_a_row_is_computed_when_its_matcher_is_there(tiny_target: Callable[[str]
     while "call" not in prefill.ended_calls:
         prefill.step()
     assert prefill.first_tokens[1:] == [(0, ONLY)]
-    assert [(failed.row, failed.reason, failed.message) for failed in prefill.failures] == [
-        (2, RowFailure.CAPACITY, "too late"),
-        (3, RowFailure.CANCELLED, "cancelled by the decode service"),
-    ]
+    cancelled = RowFailed(3, RowFailure.CANCELLED, retryable=False, message="cancelled by the decode service")
+    assert prefill.failures == [replace(failed, retry_after_ms=200), cancelled]
     prefill.close()
