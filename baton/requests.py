@@ -18,6 +18,7 @@ from common.text.output_formats import FINAL, START
 _GRAMMARS = ("json_schema", "regex", "choice", "ebnf", "lark")
 _OUT_OF_RANGE = "Value out of range: "
 _UNSIGNED = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 64}
+_NOT_SCALAR = ("token_ids", "chat", "generated_token_ids")
 _LISTS = ("stop", "stop_token_ids", "shown_special_tokens", "bad_words", "allowed_token_ids")
 
 
@@ -90,8 +91,8 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool | None
 
 
-class CompleteOptions(UnparsedOptions, ChatOptions, total=False):
-    """The arguments of `Client.complete` except the prompt and `json_schema`. `Client.generate` explains them."""
+class PromptOptions(ChatOptions, total=False):
+    """The options of a generation except those of sampling. `Client.generate` explains them."""
 
     token_ids: Iterable[int] | None
     chat: Iterable[ChatMessage] | None
@@ -104,34 +105,25 @@ class CompleteOptions(UnparsedOptions, ChatOptions, total=False):
     cache_prompt: bool | None
     truncate_prompt_tokens: int | None
     return_prompt_token_ids: bool | None
+
+
+class CompleteOptions(PromptOptions, UnparsedOptions, total=False):
+    """The arguments of `Client.complete` except the prompt and `json_schema`. `Client.generate` explains them."""
+
     timeout_s: float | None
 
 
-def generate_request(
-    *,
-    prompt: str | None,
-    token_ids: Iterable[int] | None,
-    chat: Iterable[ChatMessage] | None,
-    tools: Iterable[Tool] | None,
-    tool_choice: ToolChoice | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    continue_final_message: bool | None,
-    add_generation_prompt: bool | None,
-    request_id: str | None,
-    generated_token_ids: Iterable[int],
-    choice_index: int | None,
-    priority: int | None,
-    tenant: str | None,
-    cache_salt: str | None,
-    cache_prompt: bool | None,
-    truncate_prompt_tokens: int | None,
-    return_prompt_token_ids: bool | None,
-    sampling: SamplingOptions,
-) -> inference_pb2.GenerateRequest:
-    """Builds the request message. Raises InvalidArgument, naming the field, for values that protobuf cannot carry.
+class GenerateOptions(PromptOptions, SamplingOptions, total=False):
+    """The options of a GenerateRequest. `Client.generate` explains them."""
+
+
+def generate_request(prompt: str | None, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """Builds the request message. Raises InvalidArgument, naming the field, for values that protobuf cannot carry, and
+    TypeError for an option that does not exist.
 
     Whether values are in range is left to the server.
     """
+    token_ids, chat = options.get("token_ids"), options.get("chat")
     if sum(source is not None for source in (prompt, token_ids, chat)) != 1:
         raise _invalid("prompt", "give exactly one of prompt, token_ids and chat")
     request = inference_pb2.GenerateRequest()
@@ -140,32 +132,20 @@ def generate_request(
     elif token_ids is not None:
         request.token_ids.SetInParent()
         _fill("token_ids", request.token_ids.ids, token_ids)
-    chat_options: ChatOptions = {
-        "tools": None if tools is None else list(tools),
-        "tool_choice": tool_choice,
-        "chat_template_kwargs": chat_template_kwargs,
-        "continue_final_message": continue_final_message,
-        "add_generation_prompt": add_generation_prompt,
-    }
-    _fill_chat(request, chat, chat_options)
-    if request_id is not None:
-        request.request_id = request_id
-    given = {
-        "choice_index": choice_index,
-        "priority": priority,
-        "tenant": tenant,
-        "cache_salt": cache_salt,
-        "cache_prompt": cache_prompt,
-        "truncate_prompt_tokens": truncate_prompt_tokens,
-        "return_prompt_token_ids": return_prompt_token_ids,
-    }
-    for name, value in given.items():
-        if value is not None:
+    chat_options: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in ChatOptions.__annotations__:
+            chat_options[name] = value
+        elif name not in PromptOptions.__annotations__:
+            sampling[name] = value
+        elif name not in _NOT_SCALAR and value is not None:
             try:
                 setattr(request, name, value)
             except (TypeError, ValueError) as error:
                 raise _invalid(name, _fault(request.DESCRIPTOR, name, error)) from error
-    _fill("generated_token_ids", request.generated_token_ids, generated_token_ids)
+    _fill_chat(request, chat, chat_options)
+    _fill("generated_token_ids", request.generated_token_ids, options.get("generated_token_ids", ()))
     request.sampling.CopyFrom(_sampling_params(sampling))
     return request
 
@@ -176,7 +156,7 @@ def tokenize_request(
     chat: Iterable[ChatMessage] | None,
     add_special_tokens: bool | None,
     with_pieces: bool,
-    chat_options: ChatOptions,
+    chat_options: Mapping[str, Any],
 ) -> inference_pb2.TokenizeRequest:
     """Builds the request message. Raises InvalidArgument unless exactly one of `prompt` and `chat` is given."""
     if (prompt is None) == (chat is None):
@@ -200,7 +180,7 @@ def detokenize_request(token_ids: Iterable[int]) -> inference_pb2.DetokenizeRequ
 def _fill_chat(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
     chat: Iterable[ChatMessage] | None,
-    options: ChatOptions,
+    options: Mapping[str, Any],
 ) -> None:
     if chat is not None:
         request.chat.SetInParent()
@@ -241,22 +221,22 @@ def _set_chat_option(chat: inference_pb2.Chat, name: str, value: Any) -> None:
         setattr(chat, name, value)
 
 
-def _sampling_params(sampling: SamplingOptions) -> types_pb2.SamplingParams:
+def _sampling_params(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
     params = types_pb2.SamplingParams()
     for name, value in sampling.items():
         if value is None:
             continue
         if name not in SamplingOptions.__annotations__:
-            raise TypeError(f"unknown sampling option {name!r}")
+            raise TypeError(f"there is no option {name!r}")
         try:
             if name == "logit_bias":
-                params.logit_bias.update(value)  # type: ignore[call-overload]
+                params.logit_bias.update(value)
             elif name in _LISTS:
                 if name == "allowed_token_ids" and not value:
                     raise ValueError("is empty, which would allow no token")
                 getattr(params, name).extend(_no_string(value))
             elif name == "reasoning":
-                params.reasoning.CopyFrom(types_pb2.Reasoning(**dataclasses.asdict(value)))  # type: ignore[call-overload]
+                params.reasoning.CopyFrom(types_pb2.Reasoning(**dataclasses.asdict(value)))
             elif name in _GRAMMARS:
                 _set_grammar(params, name, value)
             else:

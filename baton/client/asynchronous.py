@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
@@ -19,14 +19,14 @@ from baton.client.generation import Generation, Progress
 from baton.client.servers import ANSWER_TIMEOUT_S, AsyncServers, CommonServer, Opening, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
-from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
+from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
 from baton.requests import (
     ChatOptions,
     CompleteOptions,
+    GenerateOptions,
     JsonSchema,
     ModelT,
-    SamplingOptions,
     detokenize_request,
     generate_request,
     parser_of,
@@ -35,7 +35,7 @@ from baton.requests import (
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, Tokenized
 from baton.v1 import inference_pb2
 from common.rpc.reads import whole_read
-from common.text.chat_messages import ChatMessage, Tool, ToolChoice
+from common.text.chat_messages import ChatMessage
 
 _BUSY_S = 0.1
 
@@ -203,71 +203,13 @@ class AsyncClient:
         self,
         prompt: str | None = None,
         *,
-        token_ids: Iterable[int] | None = None,
-        chat: Iterable[ChatMessage] | None = None,
-        tools: Iterable[Tool] | None = None,
-        tool_choice: ToolChoice | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool | None = None,
-        add_generation_prompt: bool | None = None,
-        request_id: str | None = None,
-        generated_token_ids: Iterable[int] = (),
-        choice_index: int | None = None,
-        priority: int | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-        cache_prompt: bool | None = None,
-        truncate_prompt_tokens: int | None = None,
-        return_prompt_token_ids: bool | None = None,
         same_server_as: AsyncEventStream | None = None,
         timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[GenerateOptions],
     ) -> AsyncEventStream:
-        """Starts a generation from exactly one of `prompt`, `token_ids` and `chat`.
-
-        `generated_token_ids` is the output that an earlier stream of this request delivered: the new stream continues
-        after it. Requests with the same `seed` and different `choice_index` (0, 1, ...) draw different tokens. The
-        caller's current OpenTelemetry span, if there is one, becomes the parent of the services' spans.
-
-        Some options need `chat`: `tools` are the functions that the model is told of, `tool_choice` says which of them
-        the output may or must call, and `chat_template_kwargs` are more variables for the model's chat template. With
-        `continue_final_message` the output continues the chat's last message, which is an assistant's. With
-        `add_generation_prompt=False` the prompt ends with the last message.
-
-        Requests with a lower `priority` are served earlier; the default is 0. A service may refuse negative ones.
-        `tenant` names whom the request is for. Tenants share what this caller may hold of the service.
-
-        A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
-        with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
-
-        `truncate_prompt_tokens` is the number of last tokens of the prompt that are kept, if it has more; -1 keeps as
-        many as leave room for `max_tokens`. With `return_prompt_token_ids` the Started event has the prompt's tokens.
-
-        `same_server_as` is the stream of another output for the same prompt. With several decode services, this stream
-        uses the same one if it is ready, so that both outputs share the prompt's KV.
-        """
-        request = generate_request(
-            prompt=prompt,
-            token_ids=token_ids,
-            chat=chat,
-            tools=tools,
-            tool_choice=tool_choice,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            request_id=request_id,
-            generated_token_ids=generated_token_ids,
-            choice_index=choice_index,
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            cache_prompt=cache_prompt,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            return_prompt_token_ids=return_prompt_token_ids,
-            sampling=sampling,
-        )
+        """Starts a generation, as `Client.generate` does, which explains the options."""
         generation = Generation(
-            request,
+            generate_request(prompt, options),
             timeout_s=timeout_s,
             resume_timeout_s=self._resume_timeout_s,
             admission_timeout_s=self._admission_timeout_s,
@@ -303,10 +245,7 @@ class AsyncClient:
 
     async def model_info(self) -> ModelInfo:
         request = inference_pb2.GetModelInfoRequest()
-        try:
-            return model_info_from_wire(await self._ask(lambda server: server.inference.GetModelInfo, request))
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+        return model_info_from_wire(await self._ask(lambda server: server.inference.GetModelInfo, request))
 
     async def tokenize(
         self,
@@ -329,27 +268,18 @@ class AsyncClient:
             with_pieces=with_pieces,
             chat_options=chat_options,
         )
-        try:
-            answer = await self._ask(lambda server: server.inference.Tokenize, request, answers_at_once=False)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+        answer = await self._ask(lambda server: server.inference.Tokenize, request, answers_at_once=False)
         return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
 
     async def detokenize(self, token_ids: Iterable[int]) -> str:
         """Returns the text of these tokens. Special tokens appear in it by their names."""
         request = detokenize_request(token_ids)
-        try:
-            answer = await self._ask(lambda server: server.inference.Detokenize, request, answers_at_once=False)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+        answer = await self._ask(lambda server: server.inference.Detokenize, request, answers_at_once=False)
         return str(answer.text)
 
     async def load(self) -> InferenceLoad:
         request = inference_pb2.GetInferenceLoadRequest()
-        try:
-            return inference_load_from_wire(await self._ask(lambda server: server.inference.GetLoad, request))
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+        return inference_load_from_wire(await self._ask(lambda server: server.inference.GetLoad, request))
 
     async def health(self, service: str = "") -> HealthStatus:
         """Asks a server for its health.
@@ -360,10 +290,8 @@ class AsyncClient:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             return health_from_wire(await self._ask(lambda server: server.health.Check, request))
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.NOT_FOUND:
-                return HealthStatus.UNKNOWN_SERVICE
-            raise error_from_rpc(error) from None
+        except NotFound:
+            return HealthStatus.UNKNOWN_SERVICE
 
     async def close(self) -> None:
         """Cancels the open calls and closes the connections."""
@@ -371,7 +299,7 @@ class AsyncClient:
 
     async def _ask(self, method_of: Callable[[Server], Any], request: Any, *, answers_at_once: bool = True) -> Any:
         """Calls a method of a server, and returns its answer. If a server whose method `answers_at_once` does not,
-        another one is asked.
+        another one is asked. Raises BatonError.
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None
@@ -385,7 +313,7 @@ class AsyncClient:
                 return await method_of(server)(request, timeout=timeout_s)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or (timeout_s == left_s and hung is None):
-                    raise
+                    raise error_from_rpc(error) from None
                 hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
                 if timeout_s == left_s:
                     raise hung from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack, overload
@@ -19,14 +19,14 @@ from baton.client.interrupts import uninterrupted
 from baton.client.servers import ANSWER_TIMEOUT_S, BlockingServers, CommonServer, Opening, Server
 from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
-from baton.errors import BatonError, Cancelled, Internal, Unavailable, error_from_rpc
+from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
 from baton.requests import (
     ChatOptions,
     CompleteOptions,
+    GenerateOptions,
     JsonSchema,
     ModelT,
-    SamplingOptions,
     detokenize_request,
     generate_request,
     parser_of,
@@ -34,7 +34,7 @@ from baton.requests import (
 )
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, Tokenized
 from baton.v1 import inference_pb2
-from common.text.chat_messages import ChatMessage, Tool, ToolChoice
+from common.text.chat_messages import ChatMessage
 
 
 class EventStream(Iterator[Event]):
@@ -205,25 +205,9 @@ class Client:
         self,
         prompt: str | None = None,
         *,
-        token_ids: Iterable[int] | None = None,
-        chat: Iterable[ChatMessage] | None = None,
-        tools: Iterable[Tool] | None = None,
-        tool_choice: ToolChoice | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool | None = None,
-        add_generation_prompt: bool | None = None,
-        request_id: str | None = None,
-        generated_token_ids: Iterable[int] = (),
-        choice_index: int | None = None,
-        priority: int | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-        cache_prompt: bool | None = None,
-        truncate_prompt_tokens: int | None = None,
-        return_prompt_token_ids: bool | None = None,
         same_server_as: EventStream | None = None,
         timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[GenerateOptions],
     ) -> EventStream:
         """Starts a generation from exactly one of `prompt`, `token_ids` and `chat`.
 
@@ -248,28 +232,8 @@ class Client:
         `same_server_as` is the stream of another output for the same prompt. With several decode services, this stream
         uses the same one if it is ready, so that both outputs share the prompt's KV.
         """
-        request = generate_request(
-            prompt=prompt,
-            token_ids=token_ids,
-            chat=chat,
-            tools=tools,
-            tool_choice=tool_choice,
-            chat_template_kwargs=chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            request_id=request_id,
-            generated_token_ids=generated_token_ids,
-            choice_index=choice_index,
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            cache_prompt=cache_prompt,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            return_prompt_token_ids=return_prompt_token_ids,
-            sampling=sampling,
-        )
         generation = Generation(
-            request,
+            generate_request(prompt, options),
             timeout_s=timeout_s,
             resume_timeout_s=self._resume_timeout_s,
             admission_timeout_s=self._admission_timeout_s,
@@ -305,10 +269,7 @@ class Client:
 
     def model_info(self) -> ModelInfo:
         request = inference_pb2.GetModelInfoRequest()
-        try:
-            return model_info_from_wire(self._ask(lambda server: server.inference.GetModelInfo, request))
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+        return model_info_from_wire(self._ask(lambda server: server.inference.GetModelInfo, request))
 
     def tokenize(
         self,
@@ -331,27 +292,18 @@ class Client:
             with_pieces=with_pieces,
             chat_options=chat_options,
         )
-        try:
-            answer = self._ask(lambda server: server.inference.Tokenize, request, answers_at_once=False)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+        answer = self._ask(lambda server: server.inference.Tokenize, request, answers_at_once=False)
         return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
 
     def detokenize(self, token_ids: Iterable[int]) -> str:
         """Returns the text of these tokens. Special tokens appear in it by their names."""
         request = detokenize_request(token_ids)
-        try:
-            answer = self._ask(lambda server: server.inference.Detokenize, request, answers_at_once=False)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+        answer = self._ask(lambda server: server.inference.Detokenize, request, answers_at_once=False)
         return str(answer.text)
 
     def load(self) -> InferenceLoad:
         request = inference_pb2.GetInferenceLoadRequest()
-        try:
-            return inference_load_from_wire(self._ask(lambda server: server.inference.GetLoad, request))
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+        return inference_load_from_wire(self._ask(lambda server: server.inference.GetLoad, request))
 
     def health(self, service: str = "") -> HealthStatus:
         """Asks a server for its health.
@@ -362,10 +314,8 @@ class Client:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             return health_from_wire(self._ask(lambda server: server.health.Check, request))
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.NOT_FOUND:
-                return HealthStatus.UNKNOWN_SERVICE
-            raise error_from_rpc(error) from None
+        except NotFound:
+            return HealthStatus.UNKNOWN_SERVICE
 
     @uninterrupted
     def close(self) -> None:
@@ -375,7 +325,7 @@ class Client:
     @uninterrupted
     def _ask(self, method_of: Callable[[Server], Any], request: Any, *, answers_at_once: bool = True) -> Any:
         """Calls a method of a server, and returns its answer. If a server whose method `answers_at_once` does not,
-        another one is asked.
+        another one is asked. Raises BatonError.
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None
@@ -389,7 +339,7 @@ class Client:
                 return method_of(server)(request, timeout=timeout_s)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or (timeout_s == left_s and hung is None):
-                    raise
+                    raise error_from_rpc(error) from None
                 hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
                 if timeout_s == left_s:
                     raise hung from None
