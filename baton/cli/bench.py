@@ -41,11 +41,7 @@ def bench(
     dtype: options.Dtype = None,
     prefill_args: options.PrefillArgs = None,
     decode_args: options.DecodeArgs = None,
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -63,7 +59,6 @@ def bench(
         )
         for index, level in enumerate(levels)
     ]
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json), ExitStack() as stack:
         if not addresses:

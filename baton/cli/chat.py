@@ -14,6 +14,7 @@ import typer
 from baton.cli import options
 from baton.cli.output import print_error, reported_errors, text_console
 from baton.cli.stream import show
+from baton.client import Tls
 from baton.errors import BatonError
 from baton.requests import SamplingOptions
 from common.text.chat_messages import ChatMessage
@@ -25,25 +26,19 @@ _HELP = """/help    this list
 Ctrl-C   stop the answer; without one, end"""
 
 
-@options.takes_sampling
 def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    *,
-    sampling: SamplingOptions,
     address: options.Address = None,
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     token_file: options.TokenFile = None,
     as_json: options.Json = False,
+    *,
+    sampling: SamplingOptions,
 ) -> None:
     """Talk with the model. One line is one message; /help lists the commands, Ctrl-C stops an answer."""
     first = [] if system is None else [ChatMessage("system", system)]
     messages = list(first)
     console = text_console()
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json), options.decode_client(address, tls, token) as client:
         model = client.model_info().model  # asked even where it is not shown, so that a dead address is told at once

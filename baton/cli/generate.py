@@ -10,11 +10,11 @@ import typer
 from baton.cli import options
 from baton.cli.output import reported_errors, text_console
 from baton.cli.stream import show
+from baton.client import Tls
 from baton.requests import SamplingOptions
 from common.text.chat_messages import ChatMessage
 
 
-@options.takes_sampling
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help='The prompt. "-", or a pipe and no prompt, reads standard input.')
@@ -28,16 +28,12 @@ def generate(
     request_id: Annotated[str | None, typer.Option()] = None,
     priority: Annotated[int | None, typer.Option(help="Lower is served earlier; 0 if not given.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request.")] = None,
-    *,
-    sampling: SamplingOptions,
     address: options.Address = None,
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     token_file: options.TokenFile = None,
     as_json: options.Json = False,
+    *,
+    sampling: SamplingOptions,
 ) -> None:
     """Stream the answer to a prompt."""
     prompt_ids = options.parse_token_ids(token_ids, "--token-ids")
@@ -51,7 +47,6 @@ def generate(
         messages = [ChatMessage("user", text)]
         if system is not None:
             messages.insert(0, ChatMessage("system", system))
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json), options.decode_client(address, tls, token) as client:
         events = client.generate(

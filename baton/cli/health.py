@@ -8,7 +8,7 @@ import typer
 
 from baton.cli import options
 from baton.cli.output import print_json, reported_errors, text_console
-from baton.client import Client
+from baton.client import Client, Tls
 from baton.server_info import HealthStatus
 
 
@@ -18,15 +18,10 @@ def health(
         str, typer.Option(help='"" asks whether it lives; baton.v1.Inference, baton.v1.Prefill whether it serves.')
     ] = "",
     timeout_s: Annotated[float, typer.Option(min=0.0)] = 5.0,
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     as_json: options.Json = False,
 ) -> None:
     """Exit with 0 when the service serves, else with 1."""
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     with reported_errors(as_json), Client(address, tls=tls, rpc_timeout_s=timeout_s) as client:
         status = client.health(service)
     if as_json:

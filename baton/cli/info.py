@@ -8,21 +8,17 @@ from rich.table import Table
 from baton.cli import options
 from baton.cli.load_table import pool_text
 from baton.cli.output import print_json, reported_errors
+from baton.client import Tls
 from baton.server_info import InferenceLoad, ModelInfo
 
 
 def info(
     address: options.Address = None,
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Show which model is served, by which prefill replicas, and the load."""
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json), options.decode_client(address, tls, token) as client:
         model, load = client.model_info(), client.load()

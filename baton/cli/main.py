@@ -14,6 +14,7 @@ from baton.cli.demo import demo
 from baton.cli.generate import generate
 from baton.cli.health import health
 from baton.cli.info import info
+from baton.cli.options import with_flags
 from baton.cli.plan import plan
 from baton.cli.role import role
 from baton.cli.self_chat import self_chat
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (up, demo, generate, chat, info, health, role, plan, bench, trace, self_chat, train_draft):
-    app.command()(command)
+    app.command()(with_flags(command))
 
 
 def _print_version(is_asked: bool) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -51,11 +51,6 @@ ServiceAddresses = Annotated[
 ]
 
 _TLS = "Connection"
-UseTls = Annotated[bool, typer.Option("--tls", help="Use TLS.", rich_help_panel=_TLS)]
-CaFile = Annotated[Path | None, typer.Option(help="Trust these roots (PEM).", rich_help_panel=_TLS)]
-CertFile = Annotated[Path | None, typer.Option(help="Certificate for mutual TLS (PEM).", rich_help_panel=_TLS)]
-KeyFile = Annotated[Path | None, typer.Option(help="Key of --cert-file (PEM).", rich_help_panel=_TLS)]
-ServerName = Annotated[str | None, typer.Option(help="Name in the server's certificate.", rich_help_panel=_TLS)]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
@@ -109,28 +104,63 @@ SAMPLING: Mapping[str, Any] = {
 }
 """The command-line option for each sampling option, by the sampling option's name."""
 
-CommandT = TypeVar("CommandT", bound=Callable[..., None])
+TLS: Mapping[str, Any] = {
+    "use_tls": Annotated[bool | None, typer.Option("--tls", help="Use TLS.", rich_help_panel=_TLS)],
+    "ca_file": Annotated[Path | None, typer.Option(help="Trust these roots (PEM).", rich_help_panel=_TLS)],
+    "cert_file": Annotated[Path | None, typer.Option(help="Certificate for mutual TLS (PEM).", rich_help_panel=_TLS)],
+    "key_file": Annotated[Path | None, typer.Option(help="Key of --cert-file (PEM).", rich_help_panel=_TLS)],
+    "server_name": Annotated[str | None, typer.Option(help="Name in the server's certificate.", rich_help_panel=_TLS)],
+}
+"""The command-line options of a connection over TLS."""
 
 
-def takes_sampling(command: CommandT) -> CommandT:
-    """Adds a flag for each sampling option to `command`, which receives their values as its argument `sampling`."""
+def _tls(*, use_tls: bool | None, **files: Any) -> Tls | None:
+    """Returns the TLS settings, or None for a plain connection. Giving any TLS file turns TLS on."""
+    return Tls(**files) if use_tls or any(files[name] for name in ("ca_file", "cert_file", "key_file")) else None
+
+
+def _logit_bias(entries: list[str] | None) -> dict[int, float] | None:
+    if not entries:
+        return None
+    try:
+        return {int(token_id): float(value) for token_id, value in (entry.split("=") for entry in entries)}
+    except ValueError:
+        raise typer.BadParameter("give ID=VALUE", param_hint="--logit-bias") from None
+
+
+def _sampling(**given: Any) -> SamplingOptions:
+    return SamplingOptions(**{**given, "logit_bias": _logit_bias(given["logit_bias"])})  # type: ignore[typeddict-item]
+
+
+_GROUPS: Mapping[str, tuple[Mapping[str, Any], Callable[..., Any]]] = {
+    "tls": (TLS, _tls),
+    "sampling": (SAMPLING, _sampling),
+}
+"""The arguments of commands for which several flags stand, with these and what makes the argument of their values."""
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns `command` with flags in the place of its arguments `tls` and `sampling`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    groups = {name: _GROUPS[name] for name in own if name in _GROUPS}
 
     @functools.wraps(command)
-    def with_sampling(**values: Any) -> None:
-        given = {name: values.pop(name) for name in SAMPLING}
-        given["logit_bias"] = parse_logit_bias(given["logit_bias"])
-        command(**values, sampling=SamplingOptions(**given))  # type: ignore[typeddict-item]
+    def run(**values: Any) -> None:
+        for name, (flags, made_of) in groups.items():
+            values[name] = made_of(**{flag: values.pop(flag) for flag in flags})
+        command(**values)
 
-    own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "sampling"]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-        for name, option in SAMPLING.items()
-    ]
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own] + added
-    with_sampling.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_sampling.__annotations__ = {each.name: each.annotation for each in parameters}
-    del with_sampling.__wrapped__
-    return cast(CommandT, with_sampling)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in own.items():
+        flags = groups[name][0] if name in groups else {}
+        parameters += [inspect.Parameter(flag, keyword, default=None, annotation=kind) for flag, kind in flags.items()]
+        if name not in groups:
+            parameters.append(parameter.replace(kind=keyword))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    del run.__wrapped__
+    return run
 
 
 _PAIR = "Services"
@@ -227,15 +257,6 @@ def _wait_loaded(pair: str) -> None:
         idle.wait(_LOADING_LOOK_S)
 
 
-def tls_options(
-    use_tls: bool, ca_file: Path | None, cert_file: Path | None, key_file: Path | None, server_name: str | None
-) -> Tls | None:
-    """Returns the TLS settings, or None for a plain connection. Giving any TLS file turns TLS on."""
-    if not (use_tls or ca_file or cert_file or key_file):
-        return None
-    return Tls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
-
-
 def read_token(path: Path | None) -> str | None:
     """Returns the first token in the file, which has the format of the services' token files; None without a file."""
     if path is None:
@@ -247,15 +268,6 @@ def read_token(path: Path | None) -> str | None:
     if is_open_to_others(mode):
         text_console().print(f"{_TOKEN_FILE}: {path}: others may read it: chmod 600", style="yellow", markup=False)
     return tokens[0]
-
-
-def parse_logit_bias(entries: list[str] | None) -> dict[int, float] | None:
-    if not entries:
-        return None
-    try:
-        return {int(token_id): float(value) for token_id, value in (entry.split("=") for entry in entries)}
-    except ValueError:
-        raise typer.BadParameter("give ID=VALUE", param_hint="--logit-bias") from None
 
 
 def parse_token_ids(text: str | None, flag: str) -> list[int] | None:

@@ -9,6 +9,7 @@ import typer
 
 from baton.cli import options
 from baton.cli.output import print_json, reported_errors, text_console
+from baton.client import Tls
 from baton.load_samples import sample_loads
 from baton.planner import MIN_SAMPLES, Advice, Need, advise
 
@@ -19,11 +20,7 @@ def plan(
         float, typer.Option(min=1.0, max=3600.0, help="To watch; 8 times --interval-s at least.")
     ] = 60.0,
     interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="Between two looks.")] = 0.5,
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     token_file: options.TokenFile = None,
     other_token_file: options.OtherTokenFile = None,
     as_json: options.Json = False,
@@ -35,7 +32,6 @@ def plan(
     addresses = options.all_of(addresses)
     if window_s < MIN_SAMPLES * interval_s:
         raise typer.BadParameter(f"is less than {MIN_SAMPLES} times --interval-s", param_hint="--window-s")
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token, other_token = options.read_token(token_file), options.read_token(other_token_file)
     console = text_console()
     if not as_json:

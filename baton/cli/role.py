@@ -8,6 +8,7 @@ import typer
 
 from baton.cli import options
 from baton.cli.output import print_json, reported_errors
+from baton.client import Tls
 from baton.roles import START_TIMEOUT_S, Role, RoleChange, RoleClient, RoleState
 
 
@@ -19,17 +20,12 @@ def role(
     start_timeout_s: Annotated[
         float, typer.Option(min=0.0, help="How long to wait for it, after its grace period.")
     ] = START_TIMEOUT_S,
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     token_file: options.TokenFile = None,
     other_token_file: options.OtherTokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Show whether a service is a prefill or a decode service, or make it the other."""
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token, other_token = options.read_token(token_file), options.read_token(other_token_file)
     with reported_errors(as_json), RoleClient(address, tls=tls, token=token, other_token=other_token) as client:
         if wanted is None:

@@ -34,18 +34,13 @@ def self_chat(
     concurrency: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 16,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     model: Annotated[str, typer.Option(help="The served model: its tokenizer is used here.")] = "demo",
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     token_file: options.TokenFile = None,
 ) -> None:
     """Let the served model ask itself questions and answer them, and write training data for `train-draft`."""
     if openings and questions:
         raise typer.BadParameter("give one of them", param_hint="--openings and --questions")
     answer_temperatures = _parse_temperatures(temperatures)
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(False):
         prepare_model(model, as_json=False)

@@ -9,6 +9,7 @@ import typer
 
 from baton.cli import options
 from baton.cli.output import print_json, reported_errors, text_console
+from baton.client import Tls
 from baton.errors import InvalidArgument
 from baton.timeline import ServiceTimeline, record_timelines
 from baton.trace_file import write_trace
@@ -23,17 +24,12 @@ def trace(
     max_events: Annotated[
         int | None, typer.Option(min=1, max=1 << 18, help="Of each track; the newest are kept.")
     ] = None,
-    use_tls: options.UseTls = False,
-    ca_file: options.CaFile = None,
-    cert_file: options.CertFile = None,
-    key_file: options.KeyFile = None,
-    server_name: options.ServerName = None,
+    tls: Tls | None = None,
     token_file: options.TokenFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Record for a while what services do, in a file that Perfetto's viewer opens."""
     addresses = options.all_of(addresses)
-    tls = options.tls_options(use_tls, ca_file, cert_file, key_file, server_name)
     token = options.read_token(token_file)
     with reported_errors(as_json):
         if not output.parent.is_dir():  # checked first, so that no recording is lost
