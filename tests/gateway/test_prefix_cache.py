@@ -56,7 +56,7 @@ def test_salt_and_switch_travel_and_without_them_the_decode_service_decides(
 def test_the_usage_has_what_was_cached_for_every_choice_once_the_output_has_ended(
     edge: GatewayHere, scripted: ScriptedServer, path: str
 ) -> None:
-    script(scripted, 3, 2, 2, 3, 2)
+    script(scripted, 3, 2, 2, 3, 2, 2)
     usage = {
         "prompt_tokens": 3,
         "completion_tokens": 2,
@@ -72,7 +72,8 @@ def test_the_usage_has_what_was_cached_for_every_choice_once_the_output_has_ende
     assert ask(edge, path, n=2).json["usage"] == usage
     *chunks, last = ask(edge, path, n=2, stream=True, stream_options={"include_usage": True}).chunks
     assert (last["usage"], last["choices"]) == (usage, [])
-    assert all(chunk["choices"] and chunk.get("usage") is None for chunk in chunks)
+    assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
+    assert not any("usage" in chunk for chunk in ask(edge, path, stream=True).chunks)
 
     chunks = ask(edge, path, stream=True, stream_options={"continuous_usage_stats": True}).chunks
     assert all(chunk["choices"] for chunk in chunks), "the chunk without choices is for include_usage"
