@@ -9,10 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 from baton.service_process import TLS_SETTINGS, Role
 from baton_ray.options import is_on_gpu
-from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
-from common.config.process_settings import ProcessSettings
-from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings, ServiceSettings
 from common.errors import ConfigError
 
 _KINDS: Mapping[Role, type[ProcessSettings]] = {

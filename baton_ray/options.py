@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.config.gateway_settings import GatewaySettings
-from common.config.process_settings import ProcessSettings
-from common.config.settings import ServiceSettings
+from common.config.settings import GatewaySettings, ProcessSettings, ServiceSettings
 
 EXIT_S = 10.0
 """A service ends within so many seconds after its grace period."""

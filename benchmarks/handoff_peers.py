@@ -26,8 +26,7 @@ from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
-from common.wire.codec_fingerprint import PROTOCOL_VERSION
-from common.wire.fingerprint import Fingerprint
+from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
 from common.wire.framing import FramePayload
 from common.wire.handoff import KvSegment
 from decode_service import messages as decode

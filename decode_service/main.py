@@ -17,7 +17,7 @@ import structlog
 from common.addresses import is_loopback
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
-from common.device.errors import PieceFailed
+from common.device.stream import PieceFailed
 from common.draft.head import DraftHead
 from common.errors import StartupError
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
@@ -32,10 +32,8 @@ from common.service.life import ServiceLife
 from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
 from common.service.server import FrontServer
-from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
-from common.telemetry.speculation_metrics import SpeculationMetrics
-from common.telemetry.step_stats import OnStep, StepStats
+from common.telemetry.metrics import EngineMetrics, GrammarMetrics, MaskMetrics, SpeculationMetrics
+from common.telemetry.stats import OnStep, StepStats
 from common.text.grammar_compiler import GrammarCompiler, GrammarTrials
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer

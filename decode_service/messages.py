@@ -9,9 +9,9 @@ from enum import Enum
 
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
-from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
+from common.telemetry.stats import SpeculationCounts, Timings
 from common.wire.handoff import Frame, HandoffRow
 
 # ---- edge to engine -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import structlog
 from baton import AsyncClient, Tls
 from baton.errors import InvalidArgument, Unavailable
 from common.addresses import is_loopback
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 from common.rpc.bearer_tokens import read_tokens
 

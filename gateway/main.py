@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import structlog
 from opentelemetry.trace import Tracer
 
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from common.rpc.event_loop import run
 from common.service.program import run_program, termination_signals
 from common.telemetry.tracing import process_tracer

@@ -9,7 +9,7 @@ from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from common.telemetry.histogram import PHASE_S
+from common.telemetry.metrics import PHASE_S
 from gateway.errors import CLIENT_LEFT_STATUS
 from gateway.request_record import HEALTH_PATHS, MESSAGES_PATHS, TOKENIZING_PATHS
 

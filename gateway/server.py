@@ -15,7 +15,7 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.addresses import is_loopback, why_not_listen
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from common.errors import ConfigError
 from common.host.descriptors import MAX_CONNECTIONS, max_connections
 from common.rpc.bearer_tokens import read_tokens

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.events import Delta, Event, Finished, Started
-from common.request_stats import SpeculationCounts
+from common.telemetry.stats import SpeculationCounts
 from gateway.plan import Plan
 
 

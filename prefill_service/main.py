@@ -23,9 +23,8 @@ from common.service.life import ServiceLife
 from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
 from common.service.server import ServerLimits, open_server
-from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.grammar_metrics import GrammarMetrics
-from common.telemetry.step_stats import OnStep
+from common.telemetry.metrics import EngineMetrics, GrammarMetrics
+from common.telemetry.stats import OnStep
 from common.text.grammar_compiler import GrammarCompiler, GrammarTrials
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer

@@ -21,7 +21,7 @@ from common.priority import Ageing
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles
 from common.service.server import ServerLimits, ServiceServer, open_server
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
 from common.telemetry.timeline_rpc import OtherTimeline
 from common.text.tokenizer import TextTokenizer

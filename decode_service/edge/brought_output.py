@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from common.request_stats import Timings
 from common.sampling.params import ResolvedSampling
+from common.telemetry.stats import Timings
 from decode_service.edge.live_request import Ending
 from decode_service.edge.text.output import OutputProcessor
 from decode_service.messages import FinishReason

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
-from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
+from common.telemetry.stats import SpeculationCounts, Timings
 from decode_service.edge.request_trace import UNTRACED, RequestTrace
 from decode_service.edge.text.output import NewOutput, OutputProcessor, StopMatch
 from decode_service.messages import Finished, FinishReason

@@ -12,7 +12,7 @@ from common.service.runtime import Runtime
 from common.text.chat_template import ChatRefused
 from common.text.output_formats import FORMATS, NONE, OutputFormat, format_of_template
 from common.text.tokenizer import TextTokenizer
-from common.wire.codec_fingerprint import encode_fingerprint
+from common.wire.fingerprint import encode_fingerprint
 
 DISTRIBUTION = "baton-serve"
 

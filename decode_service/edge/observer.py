@@ -10,7 +10,7 @@ import structlog
 
 from common.errors import BatonError, RequestCancelled
 from common.grammar.grammar import GrammarKind
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from decode_service.edge.live_request import Ending, LiveRequest
 
 

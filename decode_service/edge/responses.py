@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from baton.v1 import inference_pb2, types_pb2
-from common.load import PoolCounts
 from common.sampling.params import NUMBER_OPTIONS, ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
+from common.telemetry.stats import PoolCounts
 from common.text.tokenizer import TokenDecoder
 from decode_service.edge.live_request import Ending
 from decode_service.edge.text.output import NewOutput, OutputLogprobs

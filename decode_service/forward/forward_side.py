@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from common.device.stream import Stream
 from common.draft.graphed_head import GraphedHead
-from common.engine.parts import EngineParts
-from common.engine.warm_kernels import warm_kernels
+from common.engine import EngineParts, warm_kernels
 from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.model.graphed_target import GraphedTarget

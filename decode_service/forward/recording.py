@@ -11,7 +11,7 @@ import torch
 
 from common.device.stream import Device, Scope, Stream
 from common.kv.pool_size import LOGIT_BYTES
-from common.kv.row_table import PADDING_ROW
+from common.kv.rows import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
 from common.sampling.state import NUM_NEEDS, SamplingBatch

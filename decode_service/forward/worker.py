@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.cell import Cell
-from common.device.stream import Device, Event, Measured, Scope, Stream
+from common.device.stream import Cell, Device, Event, Measured, Scope, Stream
 from common.device.upload import upload, upload_array
 from common.kv.pool import KvPool
 from common.model.target import Target, TargetOutput

@@ -30,7 +30,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.stats import SpeculationStats
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.step_times import StepTimes
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, from_numpy
 
-from common.device.cell import Cell
-from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
+from common.device.stream import Cell, Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
 from common.device.upload import across_devices
 from common.kv.pool import KvPool
 from common.kv.slot_allocator import run_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from common.errors import RowFailure
-from common.telemetry.histogram import PHASE_S
+from common.telemetry.metrics import PHASE_S
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from common.engine.phases import PhaseRule
+from common.engine import PhaseRule
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.priority import Ageing
 from prefill_service.prompt import Prompt, PromptPhase

@@ -8,12 +8,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from common.grammar.grammar import GrammarKind
-from common.load import EngineLoad, PoolCounts
-from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
-from common.telemetry.request_metrics import RequestMetrics
-from common.telemetry.speculation_metrics import SpeculationMetrics
-from common.telemetry.step_stats import MaskStats, SpeculationStats, StepStats
+from common.telemetry.metrics import EngineMetrics, GrammarMetrics, MaskMetrics, RequestMetrics, SpeculationMetrics
+from common.telemetry.stats import EngineLoad, MaskStats, PoolCounts, SpeculationStats, StepStats
 from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import FinishReason
 from gateway.metrics import GatewayMetrics

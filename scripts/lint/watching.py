@@ -10,7 +10,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from common.grammar.grammar import GrammarKind
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from decode_service.messages import FinishReason
 from gateway.metrics import GatewayMetrics
 from gateway.request_record import route_of

@@ -19,7 +19,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.grammar.grammar import Grammar, GrammarKind
 from common.sampling.params import TokenLogprobs
 from common.service.server import ServerLimits, ServiceServer
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.text.grammar_compiler import GrammarCompiler

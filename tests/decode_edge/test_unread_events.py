@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from common.errors import EngineFault
-from common.request_stats import Timings
 from common.sampling.params import TokenLogprobs
+from common.telemetry.stats import Timings
 from decode_service.edge import event_router
 from decode_service.edge.event_router import EventRouter
 from decode_service.edge.unread_events import UnreadEvents

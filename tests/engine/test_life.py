@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.kv.pool import LeaseState
-from common.request_stats import Timings
+from common.telemetry.stats import Timings
 from decode_service.messages import Phase
 from decode_service.schedule.life import RULES, Place
 from prefill_service.prompt import PromptPhase

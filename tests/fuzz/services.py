@@ -24,7 +24,7 @@ from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from common.text.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 from decode_service import messages as decode

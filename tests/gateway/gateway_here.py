@@ -14,7 +14,7 @@ from typing import Any
 import openai
 from opentelemetry.trace import Tracer
 
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from common.telemetry.tracing import NO_TRACER
 from gateway.limits import HttpLimits
 from gateway.server import GatewayServer

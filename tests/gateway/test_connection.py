@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from uvicorn.server import ServerState
 
 import gateway.server
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
 from gateway.listener import ConnectionRoom, OpenConnections

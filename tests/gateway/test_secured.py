@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 import gateway.server
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 from gateway.server import GatewayServer
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started

@@ -18,8 +18,7 @@ from structlog.testing import capture_logs
 
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.device.cpu import CpuDevice
-from common.device.errors import PieceFailed
-from common.device.stream import DeviceMemory
+from common.device.stream import DeviceMemory, PieceFailed
 from common.errors import StartupError
 from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolBytes, PoolLimits, PoolSize, room_beside_pool, size_pool
 from common.service.runtime import open_runtime

@@ -38,7 +38,7 @@ from common.kv.pool import KvPool
 from common.service.process import Process, RolePart, Serve, serve_roles
 from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime, open_runtime
-from common.telemetry.role_metrics import RoleMetrics
+from common.telemetry.metrics import RoleMetrics
 from decode_service import main as decode_main
 from decode_service.edge.processes import edges as edges_module
 from decode_service.handoff.grpc_call import error_of_status

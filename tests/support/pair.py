@@ -19,13 +19,12 @@ from common.attention.choice import new_draw_kernels
 from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError, EngineFault, PrefillUnavailable
-from common.grammar.matcher import Matcher
-from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.grammar.matcher import Matcher, TokenRulesMatcher
 from common.kv.shared_pool import SharedPool
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.telemetry.step_stats import StepStats
+from common.telemetry.stats import StepStats
 from common.text.tokenizer import TextTokenizer
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, unsent_bytes
 from decode_service import messages as decode

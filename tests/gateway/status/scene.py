@@ -11,12 +11,10 @@ from prometheus_client import CollectorRegistry
 from baton.errors import Unavailable
 from baton.server_info import InferenceLoad, PoolLoad, PrefillReplica
 from common.grammar.grammar import GrammarKind
-from common.load import EngineLoad, PoolCounts
 from common.rpc.name_lookup import LookUp
-from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
-from common.telemetry.request_metrics import RequestMetrics
-from common.telemetry.speculation_metrics import SpeculationMetrics
+from common.telemetry.metrics import EngineMetrics, RequestMetrics, SpeculationMetrics
+from common.telemetry.stats import EngineLoad, PoolCounts
 from decode_service.messages import FinishReason
 from gateway.status.collector import Sampler
 from gateway.status.watched import Address

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from baton.server_info import InferenceLoad
-from common.load import PrefixCounts
-from common.telemetry.step_stats import SpeculationStats, StepStats
+from common.telemetry.stats import PrefixCounts, SpeculationStats, StepStats
 from common.wire.handoff import KvSegment, PrebuiltBatch
 from gateway.status.collector import Sampler
 from gateway.status.series import Histogram, merge
