@@ -32,8 +32,8 @@ from common.wire.handoff import KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts
+from prefill_service.edge.call import ReplicaLimits
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servicer
-from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command

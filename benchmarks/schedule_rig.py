@@ -39,7 +39,7 @@ from common.sampling.params import ResolvedSampling
 from common.telemetry.metrics import EngineMetrics, RequestMetrics, SpeculationMetrics
 from common.telemetry.stats import EngineLoad, StepStats
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.decode_edge import EventRouter
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver

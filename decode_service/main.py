@@ -37,17 +37,15 @@ from common.telemetry.stats import OnStep, StepStats
 from common.text.grammar_compiler import GrammarCompiler, GrammarTrials
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.assembly import EdgePlan, opened_edge
-from decode_service.edge.decode_edge import DecodeEdge
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.assembly import EdgePlan, model_info, opened_edge
+from decode_service.edge.decode_edge import DecodeEdge, EventRouter
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, AllLiveRequests
 from decode_service.edge.matchers import MatchersHere, Replay
-from decode_service.edge.model_info import model_info
 from decode_service.edge.processes.edges import EdgeProcesses
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits, tenant_key
 from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
-from decode_service.forward.recording import recorded_bytes
+from decode_service.forward.forward_side import recorded_bytes
 from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts, Post, TransportReport

@@ -143,7 +143,7 @@ class FinishReason(Enum):
 
 
 class Phase(Enum):
-    """The state of a request, from its admission to its end. schedule/life.py says what it holds in each phase.
+    """The state of a request, from its admission to its end. prompt.py says what it holds in each phase.
 
     The values are the names of the phases' spans in traces.
     """

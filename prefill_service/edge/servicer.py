@@ -51,8 +51,14 @@ from common.wire.handoff import (
     frame_figures,
     unsent_bytes,
 )
-from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import ReplicaLimits, RowNumbering, check_row, no_room_for_row, unmatched_row
+from prefill_service.edge.call import (
+    HandoffCall,
+    ReplicaLimits,
+    RowNumbering,
+    check_row,
+    no_room_for_row,
+    unmatched_row,
+)
 from prefill_service.edge.row_traces import RowTraces
 from prefill_service.messages import (
     BytesSent,

@@ -52,9 +52,8 @@ from prefill_service.messages import (
     RowStarted,
     SegmentsReturned,
 )
-from prefill_service.prompt import Prompt, PromptPhase
+from prefill_service.prompt import Prompt, PromptLives, PromptPhase
 from prefill_service.schedule.config import PrefillConfig
-from prefill_service.schedule.life import PromptLives
 
 _STEP_TIMEOUT_S = 300.0
 _RETRY_AFTER_MS = 200

@@ -12,7 +12,7 @@ from common.telemetry.stats import Timings
 from scripts.lint.pages import module_name, sources
 from scripts.lint.problem import ROOT, Problem, line_of
 
-_LIVES = {"decode_service/schedule/life.py", "prefill_service/schedule/life.py"}
+_LIVES = {"decode_service/schedule/life.py", "prefill_service/prompt.py"}
 WRITERS = {"phase": _LIVES, "lease": _LIVES, "state": {"common/engine.py", "common/kv/pool.py"}}
 """For each attribute, the files that write it on an object other than their own `self`."""
 _RELAYS_METHODS = {

@@ -25,8 +25,7 @@ from common.telemetry.tracing import NO_TRACER
 from common.text.grammar_compiler import GrammarCompiler
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.decode_edge import DecodeEdge
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.decode_edge import DecodeEdge, EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer, Served
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, LiveRequests
 from decode_service.edge.matchers import MatchersHere

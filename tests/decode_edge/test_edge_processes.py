@@ -32,7 +32,7 @@ from common.service.roles import RoleSwitch
 from common.telemetry.stats import Timings
 from common.telemetry.timeline import Timeline
 from decode_service.edge.assembly import EdgePlan
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.decode_edge import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES
 from decode_service.edge.matchers import MatchersHere

@@ -29,8 +29,8 @@ from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, decode_finger
 from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed, unsent_bytes
 from decode_service.handoff.grpc_call import error_info
+from prefill_service.edge.call import ReplicaLimits
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE
-from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import BytesSent, CancelCallRows, Command, FailRow, GiveMatcher, OpenCall
 from tests.handoff.samples import FINGERPRINT, SEGMENT_BYTES, failed, logprobs, prebuilt, row, segment
