@@ -12,7 +12,7 @@ from common.telemetry.metrics import EngineMetrics, GrammarMetrics, MaskMetrics,
 from common.telemetry.stats import EngineLoad, MaskStats, PoolCounts, SpeculationStats, StepStats
 from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import FinishReason
-from gateway.metrics import GatewayMetrics
+from gateway.request_record import GatewayMetrics
 from prefill_service.handoff.handoff_metrics import HandoffMetrics
 
 LOAD = EngineLoad(PoolCounts(total=1, free=1), PoolCounts(total=1, free=1), num_queued=0, num_running=0, num_steps=0)

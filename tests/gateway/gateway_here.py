@@ -17,7 +17,7 @@ from opentelemetry.trace import Tracer
 from common.config.settings import GatewaySettings
 from common.telemetry.tracing import NO_TRACER
 from gateway.limits import HttpLimits
-from gateway.server import GatewayServer
+from gateway.main import GatewayServer
 from tests.support.loop_thread import LoopThread
 
 BOUND_S = 60.0

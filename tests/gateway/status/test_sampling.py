@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.metrics import EngineMetrics
-from gateway.status.series import Increase, parse_exposition
+from gateway.status.figures import Increase, parse_exposition
 from gateway.status.watched import MAX_BYTES, Address, ScrapeFailed, Scraper
 from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, ExposedPrefill, Names, numeric, sampler
 
