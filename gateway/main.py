@@ -20,8 +20,8 @@ from common.addresses import is_loopback, why_not_listen
 from common.config.settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 from common.host.descriptors import MAX_CONNECTIONS, max_connections
+from common.rpc.aio import run
 from common.rpc.bearer_tokens import read_tokens
-from common.rpc.event_loop import run
 from common.rpc.tls import server_tls
 from common.service.program import run_program, termination_signals
 from common.telemetry.tracing import NO_TRACER, process_tracer

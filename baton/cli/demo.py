@@ -14,16 +14,25 @@ import typer
 from rich.console import Console
 
 from baton.cli import options
-from baton.cli.demo_answer import QUESTION, TOKEN_IDS
-from baton.cli.output import print_json, reported_errors, text_console
+from baton.cli.output import Shown, measure, print_json, reported_errors, show, text_console
 from baton.cli.prepare_model import DEMO_MODEL, prepare_pair
-from baton.cli.stream import Shown, measure, show
 from baton.client import Client, EventStream
 from baton.errors import Internal
 from baton.events import tokens_per_forward
 from baton.full_speed import are_fused, await_fused
 from baton.local_pair import LocalPair
 from common.text.chat_messages import ChatMessage
+
+_QUESTION = "Why is the sky blue?"
+# fmt: off
+TOKEN_IDS = (
+    504, 2988, 288, 451, 1962, 5721, 281, 260, 7564, 7180, 282, 1420, 284, 2380, 30, 378,
+    6376, 4541, 4461, 975, 282, 253, 7613, 1343, 347, 13739, 43464, 24484, 30, 669, 4149, 645,
+    1420, 13242, 6756, 282, 1512, 28, 527, 15802, 260, 9895, 20518, 282, 1420, 28, 2755, 260,
+    4461, 1420, 28, 281, 253, 970, 338, 4461, 4541, 288, 325, 260, 768, 13490, 30,
+)
+# fmt: on
+
 
 _FULL_SPEED_TIMEOUT_S = 180.0
 # The entry in a service's list of disabled fast paths that makes it compute by PyTorch operators.
@@ -93,7 +102,7 @@ def demo(
     with reported_errors(as_json):
         with _started(_PARITY_DTYPE, arguments, start_timeout_s, console, as_json) as (pair, client):
             if not as_json:
-                console.print(f"\n> {QUESTION}\n", markup=False)
+                console.print(f"\n> {_QUESTION}\n", markup=False)
             answers = [show(_ask_committed(client, speculate=True), as_json=as_json)]
             _reach_full_speed(pair, arguments, console, as_json)
             answers += [measure(_ask_committed(client, speculate=speculate)) for speculate in (True, False)]
@@ -188,7 +197,7 @@ def _measure(client: Client, is_full_speed: bool | None) -> _DemoFigures:
 
 
 def _ask_committed(client: Client, *, speculate: bool) -> EventStream:
-    return _ask(client, QUESTION, max_tokens=len(TOKEN_IDS), speculate=speculate)
+    return _ask(client, _QUESTION, max_tokens=len(TOKEN_IDS), speculate=speculate)
 
 
 def _ask(client: Client, prompt: str, *, max_tokens: int, speculate: bool) -> EventStream:

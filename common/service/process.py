@@ -113,7 +113,7 @@ def _load_and_serve(settings: SettingsT, instance_id: str, import_serve: Callabl
     if settings.uses(FastPath.SHORT_SWITCH_INTERVAL):
         switch_threads_early()
     with _all_kept():
-        from common.rpc.event_loop import run
+        from common.rpc.aio import run
         from common.service.runtime import open_runtime
         from common.telemetry.exposition import MetricsServer
 

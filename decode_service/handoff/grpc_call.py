@@ -22,10 +22,10 @@ from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillU
 from common.kv.shared_kv import RemoteKv
 from common.nixl.child import NixlError
 from common.peer_text import peer_text
+from common.rpc.aio import begin_read
 from common.rpc.errors import connection_words
 from common.rpc.grpc_options import Metadata
 from common.rpc.messages import ProtocolError
-from common.rpc.reads import begin_read
 from common.telemetry.timeline import Track
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
 from common.wire.codec_frames import FrameCodec

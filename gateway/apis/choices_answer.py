@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Protocol
 
-from baton.client.event_order import CompletionBuilder
+from baton.client.generation import CompletionBuilder
 from baton.events import Completion, Delta, Event, Finished, FinishReason, PromptLogprobs, Started
 from common.text.output_formats import OutputFormat
 from gateway.apis.api import Admitted, TokenCounts

@@ -31,9 +31,9 @@ from common.errors import (
 )
 from common.grammar.matcher import Matcher, NewMatcher, TokenRulesMatcher, no_matchers
 from common.kv.shared_pool import SharedPool
+from common.rpc.aio import whole_read
 from common.rpc.errors import abort_with
 from common.rpc.messages import ProtocolError, require
-from common.rpc.reads import whole_read
 from common.service.engine_thread import EnginePort
 from common.telemetry.stats import PoolCounts
 from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline

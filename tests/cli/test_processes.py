@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli.demo_answer import TOKEN_IDS
+from baton.cli.demo import TOKEN_IDS
 from baton.cli.main import app
 from baton.errors import InvalidArgument
 from baton.local_pair import LocalPair

@@ -22,11 +22,10 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from baton.cli.plan import plan
-from baton.cli.role import role
+from baton.cli.services import plan, role
 from baton.client import AsyncClient, PrefillClient
 from baton.errors import FailedPrecondition, Unauthenticated
-from baton.load_samples import sample_loads
+from baton.planner import sample_loads
 from baton.roles import Role as ClientRole
 from baton.roles import RoleClient, RoleState
 from baton.server_info import HealthStatus

@@ -28,7 +28,7 @@ from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.host.descriptors import raise_descriptor_limit
 from common.host.peer_process import end_with_peer
-from common.rpc.event_loop import run
+from common.rpc.aio import run
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles, RoleState

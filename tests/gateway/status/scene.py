@@ -18,7 +18,7 @@ from common.telemetry.stats import EngineLoad, PoolCounts
 from decode_service.messages import FinishReason
 from gateway.status.collector import Sampler
 from gateway.status.watched import Address
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
+from prefill_service.edge.observer import HandoffMetrics
 
 IDLE = EngineLoad(
     rows=PoolCounts(total=8, free=4, reserved=1, transferring=1, running=1, quarantined=1),
