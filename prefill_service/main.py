@@ -30,9 +30,9 @@ from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 from common.wire.framing import FramePayload
 from prefill_service.edge.call import ReplicaLimits
+from prefill_service.edge.observer import HandoffMetrics
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, PrefillEdge, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import BytesSent, Command, Event, FrameReady
 from prefill_service.schedule.config import PrefillConfig

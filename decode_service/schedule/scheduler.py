@@ -60,9 +60,8 @@ from decode_service.schedule.results import (
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
-from decode_service.schedule.shares import Shares
 from decode_service.schedule.step import LaunchedStep, SealedStep
-from decode_service.schedule.waiting_queue import WaitingQueue
+from decode_service.schedule.waiting_queue import Shares, WaitingQueue
 from decode_service.speculate.depth import Depth
 
 _STEP_TIMEOUT_S = 300.0

@@ -16,7 +16,7 @@ from common.errors import BatonError, InvalidRequest, RowFailure
 from common.grammar.grammar import TokenRules
 from common.rpc.messages import ProtocolError, require
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
-from prefill_service.edge.row_traces import RowTraces
+from prefill_service.edge.observer import RowTraces
 from prefill_service.messages import CallDone, ChunkComputed, Event, FrameReady, RowStarted
 
 

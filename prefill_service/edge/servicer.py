@@ -59,7 +59,7 @@ from prefill_service.edge.call import (
     no_room_for_row,
     unmatched_row,
 )
-from prefill_service.edge.row_traces import RowTraces
+from prefill_service.edge.observer import RowTraces
 from prefill_service.messages import (
     BytesSent,
     CancelCallRows,

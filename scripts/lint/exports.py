@@ -13,7 +13,7 @@ from common.telemetry.stats import EngineLoad, MaskStats, PoolCounts, Speculatio
 from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import FinishReason
 from gateway.request_record import GatewayMetrics
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
+from prefill_service.edge.observer import HandoffMetrics
 
 LOAD = EngineLoad(PoolCounts(total=1, free=1), PoolCounts(total=1, free=1), num_queued=0, num_running=0, num_steps=0)
 SPECULATION = SpeculationStats(num_levels=1, accept_lens=(1,), draft_s=0.1, verify_s=0.1, extend_s=0.1)

@@ -13,7 +13,7 @@ from common.grammar.grammar import GrammarKind
 from common.telemetry.metrics import RequestMetrics
 from decode_service.messages import FinishReason
 from gateway.request_record import GatewayMetrics, route_of
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
+from prefill_service.edge.observer import HandoffMetrics
 from scripts.lint.exports import exported
 from scripts.lint.problem import ROOT, Problem, set_apart, unequal
 from tests.compose.panels import read_panels

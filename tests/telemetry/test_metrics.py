@@ -27,7 +27,7 @@ from common.telemetry.metrics import (
 from common.telemetry.stats import EngineLoad, MaskStats, PoolCounts, SpeculationStats, StepStats
 from common.wire.handoff import Accepted, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import FinishReason
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
+from prefill_service.edge.observer import HandoffMetrics
 from tests.support.free_ports import needs_ipv6
 
 BOUND_S = 60.0

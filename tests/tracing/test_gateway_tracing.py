@@ -10,7 +10,7 @@ from opentelemetry.trace import StatusCode, Tracer
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.client.trace_context import trace_metadata
+from baton.client.channel import trace_metadata
 from common.telemetry.tracing import NO_TRACER
 from gateway.edge import ApiKeys, HttpEdge, KeyCheck, TracedApp
 from gateway.request_record import GatewayMetrics
