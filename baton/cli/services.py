@@ -25,9 +25,9 @@ from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, 
 from baton.timeline import ServiceTimeline, record_timelines, write_trace
 
 LOAD_TIMEOUT_S = 2.0
+VIEWER = "ui.perfetto.dev"
 
 ServiceLoad = InferenceLoad | PrefillLoad | BatonError
-VIEWER = "ui.perfetto.dev"
 
 
 class LoadReader:

@@ -16,7 +16,7 @@ from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.reasoning import Reasoning
 from common.peer_text import peer_text
 from common.priority import WORST_PRIORITY
-from common.rpc.messages import ProtocolError, require
+from common.rpc.messages import ProtocolError, require, require_at_most
 from common.sampling.params import (
     MAX_BAD_WORDS,
     MAX_END_TOKEN_IDS,
@@ -302,7 +302,7 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
             batch = message.prefill_batch
             require(batch.HasField("fingerprint"), "prefill_batch.fingerprint", "is absent")
             require(len(batch.rows) > 0, "prefill_batch.rows", "is empty")
-            _require_at_most(max_rows, "prefill_batch.rows", len(batch.rows))
+            require_at_most(max_rows, "prefill_batch.rows", len(batch.rows))
             for index, row in enumerate(batch.rows):
                 _require_short_lists(f"prefill_batch.rows[{index}]", row)
             return PrefillBatch(
@@ -312,20 +312,15 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
             )
         case "cancel_rows":
             cancel = message.cancel_rows
-            _require_at_most(max_rows, "cancel_rows.rows", len(cancel.rows))
+            require_at_most(max_rows, "cancel_rows.rows", len(cancel.rows))
             return CancelRows(rows=tuple(cancel.rows))
         case "release_segments":
             release = message.release_segments
             require(len(release.numbers) > 0, "release_segments.numbers", "is empty")
-            _require_at_most(_MAX_ENTRIES, "release_segments.numbers", len(release.numbers))
+            require_at_most(_MAX_ENTRIES, "release_segments.numbers", len(release.numbers))
             return ReleaseSegments(numbers=tuple(release.numbers))
         case _:
             raise ProtocolError("command", "is none of the known kinds")
-
-
-def _require_at_most(limit: int, field: str, number: int) -> None:
-    """Raises ProtocolError if a list has more entries than `limit`."""
-    require(number <= limit, field, f"has {number}, more than {limit}")
 
 
 def _require_short_lists(path: str, row: prefill_pb2.PrefillRow) -> None:
@@ -333,13 +328,13 @@ def _require_short_lists(path: str, row: prefill_pb2.PrefillRow) -> None:
 
     The model's own limit of token ids is checked later.
     """
-    _require_at_most(MAX_ROW_TOKENS, f"{path}.token_ids", len(row.token_ids))
-    _require_at_most(_MAX_HELD_GROUPS, f"{path}.num_held_tokens", len(row.num_held_tokens))
+    require_at_most(MAX_ROW_TOKENS, f"{path}.token_ids", len(row.token_ids))
+    require_at_most(_MAX_HELD_GROUPS, f"{path}.num_held_tokens", len(row.num_held_tokens))
     params = row.sampling.params
     lists = {"stop_token_ids": params.stop_token_ids, "eos_token_ids": row.sampling.eos_token_ids}
     lists |= {name: getattr(row.sampling, name) for name in ("logit_bias_ids", "logit_bias_values")}
     for name, entries in lists.items():
-        _require_at_most(_MAX_ENTRIES, f"{path}.sampling.{name}", len(entries))
+        require_at_most(_MAX_ENTRIES, f"{path}.sampling.{name}", len(entries))
 
 
 def _decode_row(index: int, message: prefill_pb2.PrefillRow) -> HandoffRow | RowFailed:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from dataclasses import dataclass, fields
 
 from baton.v1 import types_pb2
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.peer_text import peer_text
-from common.rpc.messages import require
+from common.rpc.messages import require_at_most
 
 NO_SPECULATION = "none"
 _MAX_ENTRIES = 32
@@ -115,10 +114,10 @@ def decode_fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:
     Accepts unknown values, such as a new algorithm: they are reported as a difference and not as a broken message.
     Raises ProtocolError for a list longer than any fingerprint's.
     """
-    _require_few("layer_groups", message.layer_groups)
-    _require_few("seed_columns", message.seed_columns)
+    require_at_most(_MAX_ENTRIES, "fingerprint.layer_groups", len(message.layer_groups))
+    require_at_most(_MAX_ENTRIES, "fingerprint.seed_columns", len(message.seed_columns))
     for column in message.seed_columns:
-        _require_few("seed_columns.row_shape", column.row_shape)
+        require_at_most(_MAX_ENTRIES, "fingerprint.seed_columns.row_shape", len(column.row_shape))
     return Fingerprint(
         protocol_version=message.protocol_version,
         config_digest=message.config_digest,
@@ -144,7 +143,3 @@ def decode_fingerprint(message: types_pb2.Fingerprint) -> Fingerprint:
             for column in message.seed_columns
         ),
     )
-
-
-def _require_few(field: str, entries: Sized) -> None:
-    require(len(entries) <= _MAX_ENTRIES, f"fingerprint.{field}", f"has {len(entries)}, more than {_MAX_ENTRIES}")
