@@ -63,68 +63,6 @@ def is_of_device(error: BaseException | None) -> bool:
     return isinstance(error, DeviceLost | StreamClosed)
 
 
-class Cell(Generic[T]):
-    """A value that one piece (a unit of work on a stream), or the engine's thread, sets once and later pieces read.
-
-    Another thread may read it too, after it has seen an event done that was recorded on the stream after that piece. If
-    the piece fails, later pieces of the same failure scope are skipped, so none of them reads an empty cell.
-    """
-
-    __slots__ = ("_value",)
-
-    def __init__(self) -> None:
-        self._value: object = _EMPTY
-
-    @property
-    def is_set(self) -> bool:
-        return self._value is not _EMPTY
-
-    def set(self, value: T) -> None:
-        assert self._value is _EMPTY, "the cell is set already"
-        self._value = value
-
-    def get(self) -> T:
-        assert self._value is not _EMPTY, "the cell is read before the piece that sets it: a fence is missing"
-        return cast(T, self._value)
-
-
-GraphWork = Callable[[], tuple[Tensor, ...]]
-"""A function whose device work can be recorded. Returns the output tensors.
-
-It must do the same work on the same memory in each call, and copy nothing from the host.
-"""
-
-
-class Graph(Protocol):
-    """Device work recorded once and replayed as a whole.
-
-    Record and replay it inside pieces (units of work) of one stream, and only after the same work has run there once
-    without recording, so that everything it needs is compiled.
-    """
-
-    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
-        """Records `work` and returns its outputs, which every replay overwrites.
-
-        Later graphs do not use the outputs' memory, but earlier graphs may. So outputs are valid until this graph, or
-        one recorded before it, is replayed.
-        """
-
-    def replay(self) -> None:
-        """Does the recorded work again, with the present contents of its input memory."""
-
-
-class GraphRecorder(Protocol):
-    """Makes graphs that are replayed one after the other on one stream.
-
-    The graphs share the memory of their intermediate results.
-    """
-
-    def new_graph(self) -> Graph: ...
-
-    def held_bytes(self) -> int:
-        """Releases unused device memory, and returns how many bytes this process still holds. Waits for the device."""
-
-
 Work = Callable[[], object]
 """The function of a piece (a unit of work on a stream). Its result is dropped."""
 
@@ -451,3 +389,65 @@ class WakeUp:
         if awaits_device:
             return _TOLD_WAIT_S if self._tells and self.wake is not None else _LOOK_WAIT_S
         return _QUEUED_WAIT_S if has_queued else _IDLE_WAIT_S
+
+
+class Cell(Generic[T]):
+    """A value that one piece (a unit of work on a stream), or the engine's thread, sets once and later pieces read.
+
+    Another thread may read it too, after it has seen an event done that was recorded on the stream after that piece. If
+    the piece fails, later pieces of the same failure scope are skipped, so none of them reads an empty cell.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self) -> None:
+        self._value: object = _EMPTY
+
+    @property
+    def is_set(self) -> bool:
+        return self._value is not _EMPTY
+
+    def set(self, value: T) -> None:
+        assert self._value is _EMPTY, "the cell is set already"
+        self._value = value
+
+    def get(self) -> T:
+        assert self._value is not _EMPTY, "the cell is read before the piece that sets it: a fence is missing"
+        return cast(T, self._value)
+
+
+GraphWork = Callable[[], tuple[Tensor, ...]]
+"""A function whose device work can be recorded. Returns the output tensors.
+
+It must do the same work on the same memory in each call, and copy nothing from the host.
+"""
+
+
+class Graph(Protocol):
+    """Device work recorded once and replayed as a whole.
+
+    Record and replay it inside pieces (units of work) of one stream, and only after the same work has run there once
+    without recording, so that everything it needs is compiled.
+    """
+
+    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
+        """Records `work` and returns its outputs, which every replay overwrites.
+
+        Later graphs do not use the outputs' memory, but earlier graphs may. So outputs are valid until this graph, or
+        one recorded before it, is replayed.
+        """
+
+    def replay(self) -> None:
+        """Does the recorded work again, with the present contents of its input memory."""
+
+
+class GraphRecorder(Protocol):
+    """Makes graphs that are replayed one after the other on one stream.
+
+    The graphs share the memory of their intermediate results.
+    """
+
+    def new_graph(self) -> Graph: ...
+
+    def held_bytes(self) -> int:
+        """Releases unused device memory, and returns how many bytes this process still holds. Waits for the device."""

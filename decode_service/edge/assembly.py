@@ -46,51 +46,6 @@ DISTRIBUTION = "baton-serve"
 CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find a new replica behind a DNS name
 
 
-def model_info(
-    settings: DecodeSettings,
-    runtime: Runtime,
-    size: PoolSize,
-    tokenizer: TextTokenizer,
-    *,
-    sampling_defaults: Mapping[str, float],
-) -> inference_pb2.GetModelInfoResponse:
-    form = output_format_of(settings, tokenizer)
-    try:
-        (template, special_tokens), variables = tokenizer.chat_template(), tokenizer.chat_template_variables()
-    except ChatRefused:
-        template, special_tokens, variables = "", {}, ()
-    return inference_pb2.GetModelInfoResponse(
-        model=settings.model,
-        architecture=runtime.architecture,
-        vocab_size=runtime.model.vocab_size,
-        max_context_tokens=size.max_context_tokens,
-        eos_token_ids=runtime.model.eos_token_ids,
-        device=settings.device,
-        dtype=settings.dtype,
-        version=version(DISTRIBUTION),
-        fingerprint=encode_fingerprint(runtime.fingerprint),
-        output_format=form.name,
-        has_reasoning=form.reasoning is not None,
-        chat_template_variables=variables,
-        chat_template=template,
-        special_tokens=special_tokens,
-        sampling_defaults=types_pb2.SamplingParams(**sampling_defaults),  # type: ignore[arg-type]
-    )
-
-
-def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:
-    """Returns the form in which the model writes reasoning and calls: the configured one, or else the one that its chat
-    template shows.
-    """
-    if settings.output_format != "auto":
-        return FORMATS[settings.output_format]
-    try:
-        source, _ = tokenizer.chat_template()
-    except ChatRefused:
-        return NONE
-    return format_of_template(source)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgePlan:
     """The parts that an edge is built from, besides its engine. They can be sent to another process.
@@ -182,3 +137,48 @@ async def opened_edge(
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
         yield OpenedEdge(live_requests, server)
+
+
+def model_info(
+    settings: DecodeSettings,
+    runtime: Runtime,
+    size: PoolSize,
+    tokenizer: TextTokenizer,
+    *,
+    sampling_defaults: Mapping[str, float],
+) -> inference_pb2.GetModelInfoResponse:
+    form = output_format_of(settings, tokenizer)
+    try:
+        (template, special_tokens), variables = tokenizer.chat_template(), tokenizer.chat_template_variables()
+    except ChatRefused:
+        template, special_tokens, variables = "", {}, ()
+    return inference_pb2.GetModelInfoResponse(
+        model=settings.model,
+        architecture=runtime.architecture,
+        vocab_size=runtime.model.vocab_size,
+        max_context_tokens=size.max_context_tokens,
+        eos_token_ids=runtime.model.eos_token_ids,
+        device=settings.device,
+        dtype=settings.dtype,
+        version=version(DISTRIBUTION),
+        fingerprint=encode_fingerprint(runtime.fingerprint),
+        output_format=form.name,
+        has_reasoning=form.reasoning is not None,
+        chat_template_variables=variables,
+        chat_template=template,
+        special_tokens=special_tokens,
+        sampling_defaults=types_pb2.SamplingParams(**sampling_defaults),  # type: ignore[arg-type]
+    )
+
+
+def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:
+    """Returns the form in which the model writes reasoning and calls: the configured one, or else the one that its chat
+    template shows.
+    """
+    if settings.output_format != "auto":
+        return FORMATS[settings.output_format]
+    try:
+        source, _ = tokenizer.chat_template()
+    except ChatRefused:
+        return NONE
+    return format_of_template(source)
