@@ -25,26 +25,6 @@ MESSAGES_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH)
 TOKENIZING_PATHS = ("/tokenize", "/detokenize")
 TOKENIZER_INFO_PATH = "/tokenizer_info"
 _HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/ping")
-_ROUTES = frozenset(
-    {
-        *_HEALTH_PATHS,
-        *TOKENIZING_PATHS,
-        TOKENIZER_INFO_PATH,
-        *MESSAGES_PATHS,
-        "/",
-        "/metrics",
-        "/openapi.json",
-        "/status.json",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/models",
-        "/v1/responses",
-        "/version",
-    }
-)
-NO_ROUTE = "other"
-_SHOWN_ID = re.compile(r"[!-~]{1,96}")
-_REQUEST_S = (*PHASE_S, 120.0, 300.0, 600.0)
 _API_ROUTES = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -54,6 +34,21 @@ _API_ROUTES = (
     "/v1/responses",
     *TOKENIZING_PATHS,
 )
+_ROUTES = frozenset(
+    {
+        *_API_ROUTES,
+        *_HEALTH_PATHS,
+        TOKENIZER_INFO_PATH,
+        "/",
+        "/metrics",
+        "/openapi.json",
+        "/status.json",
+        "/version",
+    }
+)
+NO_ROUTE = "other"
+_SHOWN_ID = re.compile(r"[!-~]{1,96}")
+_REQUEST_S = (*PHASE_S, 120.0, 300.0, 600.0)
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, CLIENT_LEFT_STATUS, 500, 502, 503, 504)
 
 

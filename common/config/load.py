@@ -1,4 +1,7 @@
-"""Reads settings from flags, the environment, a YAML file and the defaults. The first source that has a key wins."""
+"""Reads settings from flags, the environment, a YAML file and the defaults. The first source that has a key wins.
+
+A process whose role may change also has settings of its other role, in a file of their own.
+"""
 
 from __future__ import annotations
 

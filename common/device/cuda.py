@@ -383,10 +383,10 @@ class _TimedPiece:
 
 
 class _CudaTimer:
-    """Records the work of one CUDA stream as spans on `track`, while the timeline is recorded.
+    """Records the work of one CUDA stream as spans on `track`, while the timeline is recorded, by events around it.
 
-    Only the thread that enqueues on the stream calls it. It never waits for the device, and never raises the device's
-    faults, because the engine's own events report them.
+    The events are read when the recording is read, without waiting for the device. Only the thread that enqueues on the
+    stream calls it. It never raises the device's faults, because the engine's own events report them.
     """
 
     def __init__(self, cuda_stream: torch.cuda.Stream, track: Track) -> None:
