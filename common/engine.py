@@ -145,7 +145,7 @@ def warm_kernels(
     @torch.inference_mode()
     def compile_kernels() -> None:
         for shape in shapes:
-            window = padding_forward(shape, pool, model.layer_group.name)
+            window = _padding_forward(shape, pool, model.layer_group.name)
             output = model.forward(window)
             if draft is None:
                 continue
@@ -175,7 +175,7 @@ def warm_kernels(
         stream.record(scope).synchronize(timeout_s)
 
 
-def padding_forward(shape: KernelShape, pool: KvPool, group: str) -> ForwardInput:
+def _padding_forward(shape: KernelShape, pool: KvPool, group: str) -> ForwardInput:
     """Returns the input of a forward of this shape, over row 0 and slot 0, which are padding.
 
     `group` is the name of the layer group in `pool` whose KV the forward reads and writes.

@@ -55,7 +55,7 @@ _OTHER_FIELDS = 1024
 """The most protobuf fields besides rows: enough for a fingerprint of 64 layer groups and seed columns."""
 _MAX_HELD_GROUPS = 16
 _MAX_ENTRIES = 65_536
-"""The most entries of the other lists of a row. `decode_row` then checks the exact limit of each list."""
+"""The most entries of the other lists of a row. `_decode_row` then checks the exact limit of each list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
                 _require_short_lists(f"prefill_batch.rows[{index}]", row)
             return PrefillBatch(
                 fingerprint=decode_fingerprint(batch.fingerprint),
-                rows=tuple(_decode_row(index, row) for index, row in enumerate(batch.rows)),
+                rows=tuple(_row_or_failure(index, row) for index, row in enumerate(batch.rows)),
                 pool_secret=batch.pool_secret,
             )
         case "cancel_rows":
@@ -161,10 +161,10 @@ def _require_short_lists(path: str, row: prefill_pb2.PrefillRow) -> None:
         require_at_most(_MAX_ENTRIES, f"{path}.sampling.{name}", len(entries))
 
 
-def _decode_row(index: int, message: prefill_pb2.PrefillRow) -> HandoffRow | RowFailed:
+def _row_or_failure(index: int, message: prefill_pb2.PrefillRow) -> HandoffRow | RowFailed:
     """Returns the row, or a RowFailed if it is invalid."""
     try:
-        return decode_row(message)
+        return _decode_row(message)
     except ProtocolError as error:
         return RowFailed(row=index, reason=RowFailure.INVALID_ROW, retryable=False, message=str(error))
 
@@ -187,7 +187,7 @@ def encode_row(row: HandoffRow) -> prefill_pb2.PrefillRow:
     )
 
 
-def decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
+def _decode_row(message: prefill_pb2.PrefillRow) -> HandoffRow:
     """Returns the row in `message`. Raises ProtocolError, which names the field, if it is invalid.
 
     Limits that depend on the model (vocabulary, context length) are not checked here.

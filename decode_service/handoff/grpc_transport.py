@@ -176,7 +176,7 @@ def _error_of(task: asyncio.Task[None]) -> BatonError | None:
     return EngineFault(f"a handoff call failed: {error!r}")
 
 
-class NameWatch:
+class _NameWatch:
     """Keeps the addresses behind one name up to date. For the event loop only.
 
     `found` are the addresses of the last successful look-up. `error` says why the last look-up failed, and is empty if
@@ -263,7 +263,7 @@ class GrpcReplicas:
         self._timeouts = timeouts
         self._fixed = tuple(address for address in addresses if not is_name(address))
         self._names = tuple(
-            NameWatch(
+            _NameWatch(
                 name=parse_name(address),
                 look_up=look_up,
                 interval_s=timeouts.look_up_interval_s,
