@@ -24,7 +24,7 @@ from baton.events import (
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, PrefillLoad, PrefillReplica
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
 from common.peer_text import peer_text
-from common.request_stats import SpeculationCounts, Timings
+from common.telemetry.stats import SpeculationCounts, Timings
 
 _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_EOS: FinishReason.EOS,

@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 from typing_extensions import TypeVar
 
-from common.request_stats import SpeculationCounts, Timings
+from common.telemetry.stats import SpeculationCounts, Timings
 
 ParsedT = TypeVar("ParsedT", default=Any)
 

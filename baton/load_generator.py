@@ -13,7 +13,7 @@ from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.events import Delta, Finished
 from baton.requests import SamplingOptions
-from common.request_stats import SpeculationCounts, Timings
+from common.telemetry.stats import SpeculationCounts, Timings
 
 FIRST_PROMPT_TOKEN_ID = 100  # the ids below it are usually special tokens
 

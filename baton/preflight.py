@@ -13,11 +13,9 @@ from baton.local_pair import LocalPair
 from baton.service_process import TLS_SETTINGS, ServiceProcess
 from common.addresses import why_not_listen
 from common.checkpoints.cache import OnProgress
-from common.checkpoints.draft_source import check_draft, resolve_draft
-from common.checkpoints.source import check_model, resolve_model
-from common.config.gateway_settings import GatewaySettings
+from common.checkpoints.source import check_draft, check_model, resolve_draft, resolve_model
 from common.config.load import SettingsT, load_settings
-from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ServiceSettings
 from common.errors import ConfigError, StartupError
 
 _ALIKE = ("dtype", "kv_dtype", "draft_topk")

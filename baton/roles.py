@@ -13,8 +13,7 @@ from typing import Any, Self
 import grpc
 
 from baton.client import Tls
-from baton.client.channel import authorized, channel_options
-from baton.client.target import single_server
+from baton.client.channel import authorized, channel_options, single_server
 from baton.codec import inference_load_from_wire, prefill_load_from_wire
 from baton.errors import (
     Cancelled,

@@ -19,12 +19,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.service_process import Role
-from baton_ray.arguments import Args, replica_flags, settings_of
-from baton_ray.directory import EXCHANGE_TIMEOUT_S, Announcement, Directory
+from baton_ray.arguments import (
+    EXIT_S,
+    Args,
+    directory_options,
+    gateway_options,
+    replica_flags,
+    service_options,
+    settings_of,
+)
 from baton_ray.forwarding import Forwarder
-from baton_ray.options import EXIT_S, directory_options, gateway_options, service_options
 from baton_ray.scaling import LOAD
-from baton_ray.service import Service
+from baton_ray.service import EXCHANGE_TIMEOUT_S, Announcement, Directory, Service
 
 START_TIMEOUT_S = 1800.0
 """How long a service may take to load its model."""

@@ -1,4 +1,6 @@
-"""The arguments of the application, and the settings of its services."""
+"""The arguments of the application, the settings of its services, and Serve's options of each deployment, as long as
+the configuration file does not replace them. This module does without Ray.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from baton.service_process import TLS_SETTINGS, Role
-from baton_ray.options import is_on_gpu
-from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
-from common.config.process_settings import ProcessSettings
-from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings, ServiceSettings
 from common.errors import ConfigError
 
+EXIT_S = 10.0
+"""A service ends within so many seconds after its grace period."""
+HEALTH_PERIOD_S = 2.0
 _KINDS: Mapping[Role, type[ProcessSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
@@ -72,7 +74,7 @@ def replica_flags(settings: ServiceSettings, assigned: Mapping[str, float]) -> l
     cores of the node. Raises ConfigError if `device` is a GPU, and the replica has none, or fewer than it has ranks.
     """
     num_gpus, num_ranks = assigned.get("GPU", 0), settings.tensor_parallel
-    if is_on_gpu(settings) and (not num_gpus or num_gpus < num_ranks > 1):
+    if _is_on_gpu(settings) and (not num_gpus or num_gpus < num_ranks > 1):
         raise ConfigError(
             f"{settings.role}: device is {settings.device}, tensor_parallel {num_ranks}, and the replica has "
             f"{num_gpus:g} GPUs: set num_gpus in the ray_actor_options of this deployment, or leave them out"
@@ -98,3 +100,50 @@ def _flag(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
     return f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def directory_options() -> dict[str, Any]:
+    return {
+        "name": "directory",
+        "ray_actor_options": {"num_cpus": 0},
+        "max_ongoing_requests": 1000,
+        "logging_config": {"enable_access_log": False},  # every service asks every second
+    }
+
+
+def gateway_options(settings: GatewaySettings) -> dict[str, Any]:
+    return {
+        "name": "gateway",
+        # The gateway itself refuses what is too much, in the words of its API.
+        "max_ongoing_requests": 2 * settings.max_open_requests,
+        **_lifetime(settings),
+    }
+
+
+def service_options(settings: ServiceSettings) -> dict[str, Any]:
+    """Returns the options of prefill or decode: a CPU for each rank, and a GPU each if `device` is one."""
+    num_gpus = settings.tensor_parallel if _is_on_gpu(settings) else 0
+    resources = {"num_cpus": settings.tensor_parallel, "num_gpus": num_gpus}
+    options: dict[str, Any] = {
+        "name": settings.role.value,
+        "ray_actor_options": {name: number for name, number in resources.items() if number},
+        **_lifetime(settings),
+    }
+    if settings.tensor_parallel > 1:
+        # The ranks are processes of one service on one node, so their resources are one bundle.
+        bundle = {"CPU": settings.tensor_parallel, "GPU": num_gpus}
+        options["placement_group_bundles"] = [{name: number for name, number in bundle.items() if number}]
+        options["placement_group_strategy"] = "STRICT_PACK"
+    return options
+
+
+def _is_on_gpu(settings: ServiceSettings) -> bool:
+    return settings.device.startswith("cuda")
+
+
+def _lifetime(settings: ProcessSettings) -> dict[str, Any]:
+    return {
+        "health_check_period_s": HEALTH_PERIOD_S,
+        # Serve kills a replica after this time, so the service must have ended by itself or been killed before.
+        "graceful_shutdown_timeout_s": settings.grace_period_s + 2 * EXIT_S,
+    }

@@ -26,15 +26,14 @@ from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
-from common.wire.codec_fingerprint import PROTOCOL_VERSION
-from common.wire.fingerprint import Fingerprint
+from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
 from common.wire.framing import FramePayload
 from common.wire.handoff import KvSegment
 from decode_service import messages as decode
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts
+from prefill_service.edge.call import ReplicaLimits
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servicer
-from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command

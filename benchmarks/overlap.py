@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.machine import demo_model_dir
-from common.checkpoints.draft_source import resolve_draft
+from common.checkpoints.source import resolve_draft
 from common.device.factory import open_device
 from common.device.stream import Device, Event, Stream
 from common.draft.load import load_draft

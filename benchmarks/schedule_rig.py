@@ -24,27 +24,22 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from common.attention.torch_attention import TorchAttention
-from common.device.cell import Cell
-from common.device.cpu import CpuDevice
-from common.device.inline import InlineStream
-from common.device.stream import OnEvent, Scope, Stream, StreamKind, Work
+from common.device.cpu import CpuDevice, InlineStream
+from common.device.stream import Cell, OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
-from common.engine.parts import EngineParts
+from common.engine import EngineParts
 from common.grammar.grammar import GrammarKind
 from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec
 from common.kv.pool import CacheKey
 from common.kv.pool_size import PoolSize
-from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.sampling.operators import Sampled
 from common.sampling.params import ResolvedSampling
-from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.request_metrics import RequestMetrics
-from common.telemetry.speculation_metrics import SpeculationMetrics
-from common.telemetry.step_stats import StepStats
+from common.telemetry.metrics import EngineMetrics, RequestMetrics, SpeculationMetrics
+from common.telemetry.stats import EngineLoad, StepStats
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.decode_edge import EventRouter
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.observer import RequestObserver

@@ -26,7 +26,7 @@ from benchmarks.full_speed_pair import full_speed_pair
 from benchmarks.machine import demo_model_dir
 from benchmarks.peer import PeerFigures, add_peer_argument, peer_row, run_peer
 from benchmarks.prompts import OUTSIDE_TURNS, ChatTokens, Prompts, first_turns
-from common.request_stats import SpeculationCounts
+from common.telemetry.stats import SpeculationCounts
 
 MIN_TOKENS_PER_FORWARD = 2.0
 LIMITS = {1: 1.2, 8: 0.95, 32: 0.95}

@@ -37,7 +37,7 @@ from baton.free_ports import HeldPorts
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from benchmarks.benchmark_run import BenchmarkRun
-from common.rpc.event_loop import run
+from common.rpc.aio import run
 
 NUM_STREAMS = (256, 1024)
 NUM_EDGES = (0, 1, 2)

@@ -15,7 +15,7 @@ from functools import partial
 from baton.client import Client
 from baton.local_pair import LocalPair
 from benchmarks.benchmark_run import BenchmarkRun
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from common.telemetry.tracing import process_tracer
 from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan, children_of, otlp_receiver
 

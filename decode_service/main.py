@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import structlog
 
 from common.addresses import is_loopback
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
-from common.device.errors import PieceFailed
+from common.device.stream import PieceFailed
 from common.draft.head import DraftHead
 from common.errors import StartupError
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
@@ -32,37 +33,38 @@ from common.service.life import ServiceLife
 from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
 from common.service.server import FrontServer
-from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
-from common.telemetry.speculation_metrics import SpeculationMetrics
-from common.telemetry.step_stats import OnStep, StepStats
+from common.telemetry.metrics import EngineMetrics, GrammarMetrics, MaskMetrics, SpeculationMetrics
+from common.telemetry.stats import OnStep, StepStats
 from common.text.grammar_compiler import GrammarCompiler, GrammarTrials
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.assembly import EdgePlan, opened_edge
-from decode_service.edge.decode_edge import DecodeEdge
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.assembly import EdgePlan, model_info, opened_edge
+from decode_service.edge.decode_edge import DecodeEdge, EventRouter
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, AllLiveRequests
 from decode_service.edge.matchers import MatchersHere, Replay
-from decode_service.edge.model_info import model_info
 from decode_service.edge.processes.edges import EdgeProcesses
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits, tenant_key
 from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
-from decode_service.forward.recording import recorded_bytes
+from decode_service.forward.forward_side import recorded_bytes
 from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts, Post, TransportReport
 from decode_service.messages import Command
 from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine, Deliver
-from decode_service.schedule.shares import OTHERS
+from decode_service.schedule.waiting_queue import OTHERS
 from decode_service.speculate.depth import depth_of
-from decode_service.speculate.spec_info import NO_DRAFTS
-from decode_service.speculate.speculation_settings import MAX_CATCH_UP_TOKENS, speculation_of, within_rows
+from decode_service.speculate.spec_info import MAX_UNREAD, NO_DRAFTS, SpecInfo, num_drafted
 
 _EDGE_BYTES = 1 << 29
 _NUM_CONNECTIONS = 2  # connections to each prefill replica; calls take turns on them
+_DEFAULT_CHAIN = 4
+_MAX_CATCH_UP_TOKENS = 4096
+"""The largest number of unread tokens that the head reads in one forward when it catches up.
+
+By default that is about as many as the target prefills in two forwards.
+"""
 
 _log = structlog.get_logger(__name__)
 
@@ -297,11 +299,11 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, config: Decod
     def step(num_rows: int) -> StepMemory:
         num_tokens = max(num_rows * max(level.num_verify_tokens for level in levels), config.max_chunk_tokens)
         recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
-        unread = 0 if draft is None else max(MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
+        unread = 0 if draft is None else max(_MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
         return StepMemory(
             num_tokens=num_tokens,
             num_logits=num_tokens,
-            num_head_tokens=0 if draft is None else MAX_CATCH_UP_TOKENS,
+            num_head_tokens=0 if draft is None else _MAX_CATCH_UP_TOKENS,
             kept_bytes=(recorded if records else 0) + unread + edge_bytes,
         )
 
@@ -329,3 +331,43 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
         timeline=process.runtime.timeline,
         num_channels_per_replica=_NUM_CONNECTIONS if settings.uses(FastPath.PARALLEL_CONNECTIONS) else 1,
     )
+
+
+def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
+    """Returns the speculation that the settings ask for. Raises StartupError, naming the setting, if the head does not
+    fit.
+    """
+    topk, num_layers = settings.draft_topk, head.layer_group.num_layers
+    max_steps = num_layers if num_layers > 1 else None
+    if topk == 1:
+        return _chain(settings, max_steps)
+    if settings.num_draft_steps is None or settings.num_draft_tokens is None:
+        raise StartupError("draft_topk: a tree needs num_draft_steps and num_draft_tokens")
+    most = num_drafted(settings.num_draft_steps, topk)
+    if not settings.num_draft_steps <= settings.num_draft_tokens <= most:
+        raise StartupError(
+            f"num_draft_tokens: {settings.num_draft_tokens} of a tree that has {settings.num_draft_steps} levels and "
+            f"{most} drafts"
+        )
+    return SpecInfo(settings.num_draft_steps, settings.num_draft_tokens, topk)
+
+
+def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
+    """Returns `spec_info` with a new `max_unread`, the number of tokens per row that the head may leave unread.
+
+    It is _MAX_CATCH_UP_TOKENS / `max_rows`, because the head reads what all rows have left in one forward, but at least
+    1 and at most MAX_UNREAD.
+    """
+    return replace(spec_info, max_unread=max(1, min(MAX_UNREAD, _MAX_CATCH_UP_TOKENS // max_rows)))
+
+
+def _chain(settings: DecodeSettings, max_steps: int | None) -> SpecInfo:
+    wanted = settings.num_draft_tokens or settings.num_draft_steps
+    if settings.num_draft_steps not in (None, wanted):
+        raise StartupError("num_draft_steps: in a chain it is num_draft_tokens, or not set")
+    if wanted is None:
+        wanted = min(_DEFAULT_CHAIN, max_steps or _DEFAULT_CHAIN)
+    if max_steps is not None and wanted > max_steps:
+        name = "num_draft_steps" if settings.num_draft_tokens is None else "num_draft_tokens"
+        raise StartupError(f"{name}: {wanted}, but the head has {max_steps} layers, each for one draft")
+    return replace(SpecInfo.chain(wanted), reads_drafts=max_steps is None)

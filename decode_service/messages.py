@@ -9,9 +9,9 @@ from enum import Enum
 
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
-from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
+from common.telemetry.stats import SpeculationCounts, Timings
 from common.wire.handoff import Frame, HandoffRow
 
 # ---- edge to engine -------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class FinishReason(Enum):
 
 
 class Phase(Enum):
-    """The state of a request, from its admission to its end. schedule/life.py says what it holds in each phase.
+    """The state of a request, from its admission to its end. prompt.py says what it holds in each phase.
 
     The values are the names of the phases' spans in traces.
     """

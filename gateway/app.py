@@ -1,7 +1,8 @@
-"""Builds the ASGI application: the routes and the layers around them."""
+"""Builds the ASGI application: the routes, with those of health, and the layers around them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from importlib.metadata import version as package_version
@@ -19,28 +20,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import AsyncClient
 from baton.errors import BatonError
-from gateway.api_keys import ApiKeys
+from baton.server_info import HealthStatus
+from baton.service_process import READY_SERVICE
 from gateway.apis.chat import CHAT
 from gateway.apis.completions import COMPLETIONS
 from gateway.apis.messages import MESSAGES, ConversationFields
 from gateway.apis.responses import RESPONSES
-from gateway.edge import HostCheck, HttpEdge, KeyCheck
+from gateway.edge import ApiKeys, HostCheck, HttpEdge, KeyCheck, TracedApp
 from gateway.errors import ApiError, api_error_of, internal
 from gateway.fields import RequestFields
 from gateway.generation import GenerationEndpoint
-from gateway.health import GatewayHealth
 from gateway.limits import HttpLimits
-from gateway.metrics import GatewayMetrics
 from gateway.open_requests import OpenRequests
 from gateway.openapi import openapi_document
 from gateway.post_endpoint import PostParts
-from gateway.request_record import COUNT_TOKENS_PATH, TOKENIZER_INFO_PATH, HttpRecord
+from gateway.request_record import COUNT_TOKENS_PATH, TOKENIZER_INFO_PATH, GatewayMetrics, HttpRecord
 from gateway.sending import JsonResponse, error_response, send_error
 from gateway.served_model import ServedModel
 from gateway.status.collector import StatusCollector, status_routes
 from gateway.status.snapshot import Gateway
 from gateway.tokenizing import DetokenizeFields, TokenizeFields, Tokenizing, TokenizingEndpoint
-from gateway.tracing import TracedApp
 
 _METHODS = ("GET", "POST")
 _APIS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
@@ -50,6 +49,7 @@ _BODIES: Mapping[str, type[RequestFields]] = {
     "/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
 }
+_HEALTH_TIMEOUT_S = 2.0
 
 
 def build_app(
@@ -72,7 +72,7 @@ def build_app(
     """
     metrics = GatewayMetrics(registry)
     metrics.watch_requests(num_open=lambda: len(open_requests), num_reading=lambda: open_requests.num_reading)
-    health = GatewayHealth(client, open_requests=open_requests)
+    health = _GatewayHealth(client, open_requests=open_requests)
 
     parts = PostParts(served_model=served_model, open_requests=open_requests, metrics=metrics, limits=limits)
     tokenizing = Tokenizing(client)
@@ -208,3 +208,37 @@ def _refused(request: Request, error: ApiError) -> Response:
     record: HttpRecord = request.scope["state"]["record"]
     record.error = error
     return error_response(error, record)
+
+
+class _GatewayHealth:
+    def __init__(
+        self, client: AsyncClient, *, open_requests: OpenRequests, timeout_s: float = _HEALTH_TIMEOUT_S
+    ) -> None:
+        self._client = client
+        self._open_requests = open_requests
+        self._timeout_s = timeout_s
+
+    async def ready(self, _request: Request) -> Response:
+        """Answers 200 if a decode service is ready. Answers 503 with the reason if none is, or if this process is
+        stopping.
+        """
+        reason = await self._reason()
+        if reason is None:
+            return JsonResponse({"status": "ok"})
+        return JsonResponse({"status": "unavailable", "reason": reason}, status_code=503)
+
+    async def live(self, _request: Request) -> Response:
+        """Answers 200 as long as this process runs."""
+        return JsonResponse({"status": "ok"})
+
+    async def _reason(self) -> str | None:
+        if self._open_requests.is_draining:
+            return "the gateway is stopping"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                status = await self._client.health(READY_SERVICE["decode"])
+        except TimeoutError:
+            return f"the decode service did not answer within {self._timeout_s:g} s"
+        except BatonError as error:
+            return f"the decode service cannot be reached: {error}"
+        return None if status is HealthStatus.SERVING else "the decode service is not ready"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.events import Delta, Event
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from gateway.errors import context_exceeded, invalid
 from gateway.plan import ChatInput, Plan, TokenIdsInput
 from gateway.served_model import ModelCard

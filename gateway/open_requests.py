@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from common.rpc.fair_bytes import FairBytes, NoRoom
-from common.rpc.fair_places import FairPlaces, Full
+from common.rpc.fair_shares import FairBytes, FairPlaces, Full, NoRoom
 from gateway.errors import ApiError, overloaded, unavailable
 
 Fail = Callable[[ApiError], None]

@@ -15,8 +15,7 @@ from gateway.apis.messages import ConversationFields, conversation_prompt
 from gateway.errors import api_error_of, invalid
 from gateway.fields import RequestFields, parse_fields
 from gateway.open_requests import OpenRequest
-from gateway.post_endpoint import PostEndpoint, PostParts
-from gateway.receiving import unless_left
+from gateway.post_endpoint import PostEndpoint, PostParts, unless_left
 from gateway.request_record import HttpRecord
 from gateway.sending import JsonResponse
 from gateway.served_model import ModelCard

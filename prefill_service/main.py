@@ -23,17 +23,16 @@ from common.service.life import ServiceLife
 from common.service.process import Process
 from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
 from common.service.server import ServerLimits, open_server
-from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.grammar_metrics import GrammarMetrics
-from common.telemetry.step_stats import OnStep
+from common.telemetry.metrics import EngineMetrics, GrammarMetrics
+from common.telemetry.stats import OnStep
 from common.text.grammar_compiler import GrammarCompiler, GrammarTrials
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
 from common.wire.framing import FramePayload
+from prefill_service.edge.call import ReplicaLimits
+from prefill_service.edge.observer import HandoffMetrics
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, PrefillEdge, add_prefill_servicer
-from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import BytesSent, Command, Event, FrameReady
 from prefill_service.schedule.config import PrefillConfig

@@ -14,9 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from common.config.fast_paths import FastPath
-from common.config.gateway_settings import GatewaySettings
-from common.config.process_settings import ProcessSettings
-from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
+from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings, ServiceSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 KINDS: dict[str, type[ProcessSettings]] = {

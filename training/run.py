@@ -16,13 +16,12 @@ from training.curves import require_matplotlib
 from training.data import Conversations, Ints, join, load_conversations, split
 from training.features import Features, FeaturesKey, compute_features, features_key, is_complete, open_features
 from training.head import TrainableHead, initialize
-from training.head_config import head_config, head_spec
+from training.head_files import OUTPUT_LAYER, StartingHead, head_config, head_spec, read_starting_head
 from training.objective import Objective
 from training.progress import ConsoleProgress
 from training.target import FrozenTarget, load_target
 from training.trainer import Trainer, Workplace
 from training.vocabulary import DraftVocabulary, most_frequent
-from training.warm_start import OUTPUT_LAYER, StartingHead, read_starting_head
 
 
 def prepare_training(

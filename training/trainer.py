@@ -1,4 +1,6 @@
-"""The training loop: steps, evaluations, checkpoints."""
+"""The training loop: steps, evaluations, checkpoints. Muon trains the matrices of the decoder layer, AdamW norms and
+the output layer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
 
 from training import checkpoint
 from training.batches import BatchSource
@@ -16,12 +20,14 @@ from training.checkpoint import LAST, STABLE, RunCheckpoint, RunState
 from training.config import TrainConfig
 from training.curves import Evaluation, EvaluationCurve
 from training.data import Ints
-from training.export import export_head
 from training.head import TrainableHead
+from training.head_files import export_head
 from training.objective import Objective
-from training.optimizers import Optimizers
 from training.progress import ConsoleProgress, Stage
 from training.vocabulary import DraftVocabulary
+
+_WEIGHT_DECAY = 0.01
+_MAX_GRADIENT_NORM = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +68,7 @@ class Trainer:
     objective: Objective
     progress: ConsoleProgress
     clock: Callable[[], float] = time.monotonic
-    _optimizers: Optimizers = field(init=False)
+    _optimizers: _Optimizers = field(init=False)
     _state: RunState = field(init=False)
     _curve: EvaluationCurve = field(init=False)
     _groups: list[Ints] = field(init=False, default_factory=list)
@@ -78,7 +84,7 @@ class Trainer:
         exports the head. Returns all evaluations, including those made before the run was continued. Raises ConfigError
         for a checkpoint of another run.
         """
-        self._optimizers = Optimizers(self.head, self.config)
+        self._optimizers = _Optimizers(self.head, self.config)
         self._restore()
         self._since_s = self._saved_s = self.clock()
         total, begun = self.config.max_tokens, min(self._state.num_tokens, self.config.max_tokens)
@@ -179,3 +185,40 @@ class Trainer:
         now_s = self.clock()
         self._state.seconds += now_s - self._since_s
         self._since_s = now_s
+
+
+class _Optimizers:
+    def __init__(self, head: TrainableHead, config: TrainConfig) -> None:
+        self._weights = list(head.parameters())
+        matrices = head.matrices()
+        by_muon = {id(weight) for weight in matrices}
+        others = [weight for weight in self._weights if id(weight) not in by_muon]
+        self._parts: list[tuple[Optimizer, float]] = [
+            (
+                Muon(
+                    matrices,
+                    lr=config.muon_lr,
+                    momentum=0.95,
+                    weight_decay=_WEIGHT_DECAY,
+                    adjust_lr_fn="match_rms_adamw",
+                ),
+                config.muon_lr,
+            ),
+            (AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY, fused=True), config.lr),
+        ]
+
+    def step(self, factor: float) -> None:
+        """Clips the gradients, applies them with the learning rates times `factor`, and clears them."""
+        torch.nn.utils.clip_grad_norm_(self._weights, _MAX_GRADIENT_NORM)
+        for optimizer, rate in self._parts:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer, _ in self._parts]
+
+    def load_state(self, states: list[dict[str, Any]]) -> None:
+        for (optimizer, _), state in zip(self._parts, states, strict=True):
+            optimizer.load_state_dict(state)

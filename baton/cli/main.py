@@ -9,17 +9,11 @@ from typing import Annotated
 import typer
 
 from baton.cli.bench import bench
-from baton.cli.chat import chat
+from baton.cli.chat import chat, generate
 from baton.cli.demo import demo
-from baton.cli.generate import generate
-from baton.cli.health import health
-from baton.cli.info import info
 from baton.cli.options import with_flags
-from baton.cli.plan import plan
-from baton.cli.role import role
-from baton.cli.self_chat import self_chat
-from baton.cli.trace import trace
-from baton.cli.train_draft import train_draft
+from baton.cli.services import health, info, plan, role, trace
+from baton.cli.training import self_chat, train_draft
 from baton.cli.up import up
 
 _DISTRIBUTION = "baton-serve"

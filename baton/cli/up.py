@@ -12,14 +12,13 @@ import typer
 from rich.live import Live
 
 from baton.cli import options
-from baton.cli.load_table import LoadReader, ServiceLoad, load_table
 from baton.cli.output import print_json, reported_errors, text_console
 from baton.cli.prepare_model import prepare_pair
+from baton.cli.services import LoadReader, ServiceLoad, load_table
 from baton.errors import BatonError, ServiceDied
 from baton.local_pair import LocalPair, ProcessPhase
-from baton.restarts import Ended, Restarts, StartedAgain
 from baton.running_pairs import announced, choosing_ports, running_pairs
-from baton.service_process import ServiceProcess
+from baton.service_process import Ended, Restarts, ServiceProcess, StartedAgain
 
 _TUNING = "Tuning"
 _DECODE_PORT = 50051

@@ -13,11 +13,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from baton.client.channel import ChannelOptions, Tls
-from baton.client.event_order import CompletionBuilder
-from baton.client.generation import Generation, Progress
+from baton.client.channel import ChannelOptions, Tls, trace_metadata
+from baton.client.generation import CompletionBuilder, Generation, Progress
 from baton.client.servers import ANSWER_TIMEOUT_S, AsyncServers, CommonServer, Opening, Server
-from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
@@ -34,7 +32,7 @@ from baton.requests import (
 )
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, Tokenized
 from baton.v1 import inference_pb2
-from common.rpc.reads import whole_read
+from common.rpc.aio import whole_read
 from common.text.chat_messages import ChatMessage
 
 _BUSY_S = 0.1

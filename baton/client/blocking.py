@@ -12,12 +12,10 @@ from typing import Any, Self, Unpack, overload
 import grpc
 from grpc_health.v1 import health_pb2
 
-from baton.client.channel import ChannelOptions, Tls
-from baton.client.event_order import CompletionBuilder
-from baton.client.generation import Generation, Progress
+from baton.client.channel import ChannelOptions, Tls, trace_metadata
+from baton.client.generation import CompletionBuilder, Generation, Progress
 from baton.client.interrupts import uninterrupted
 from baton.client.servers import ANSWER_TIMEOUT_S, BlockingServers, CommonServer, Opening, Server
-from baton.client.trace_context import trace_metadata
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event

@@ -1,7 +1,10 @@
-"""Configures the clients' gRPC channels: TLS, message sizes, keepalive, reconnecting and tokens."""
+"""How clients connect: the servers that an address names, and the gRPC channels to them, with TLS, message sizes,
+keepalive, reconnecting, tokens and the caller's trace context.
+"""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,15 +12,18 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from baton.client.trace_context import Metadata
-from baton.errors import InvalidArgument
+from baton.errors import InvalidArgument, Unavailable
+from common.addresses import AddressFile, Name, address_of, host_and_port, is_name, parse_name
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_TIME_S = 20
 KEEPALIVE_TIMEOUT_S = 10
 INITIAL_RECONNECT_S = 0.1
 MAX_RECONNECT_S = 1.0
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_W3C = TraceContextTextMapPropagator()
 
 ChannelOptions = Mapping[str, int | str]
 ChannelT = TypeVar("ChannelT")
@@ -100,7 +106,7 @@ class _Authorized:
     def stream_stream(self, *args: Any, **options: Any) -> Any:
         return partial(self._call, self._channel.stream_stream(*args, **options))
 
-    def _call(self, method: Any, *args: Any, metadata: Metadata = (), **options: Any) -> Any:
+    def _call(self, method: Any, *args: Any, metadata: _Metadata = (), **options: Any) -> Any:
         return method(*args, metadata=(*self._metadata, *metadata), **options)
 
 
@@ -111,3 +117,86 @@ def _read(field: str, path: Path | None) -> bytes | None:
         raise InvalidArgument(
             f"{field}: {path}: {error.strerror}", reason="INVALID_FIELD", metadata={"field": field}
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTarget:
+    """The servers that a client's address names. `addresses` are those known from the start, as gRPC's targets.
+
+    If `is_single`, there is one server, which is called even when it is not ready. `name`, unless it is None, is looked
+    up again and again to find further servers.
+    """
+
+    addresses: tuple[str, ...]
+    is_single: bool = False
+    name: Name | None = None
+
+
+def parse_target(address: str, tls: Tls | None) -> ServerTarget:
+    """Parses "HOST:PORT", "HOST:PORT,HOST:PORT,...", "dns:///NAME:PORT" or "file:///PATH".
+
+    The hosts of a list are looked up once, here, which blocks; unknown hosts are left out. Raises InvalidArgument for a
+    malformed address, Unavailable when no host of a list is known.
+    """
+    if is_name(address):
+        try:
+            name = parse_name(address)
+        except ValueError as error:
+            raise _malformed(error) from None
+        if isinstance(name, AddressFile):
+            _require_server_name(tls)
+        return ServerTarget((), name=name)
+    if "," not in address:
+        return ServerTarget((single_server(address),), is_single=True)
+    _require_server_name(tls)
+    servers = [_host_and_port(part) for part in address.split(",")]
+    for family in _FAMILIES:
+        found = [target for host, port in servers if (target := _look_up(host, port, family))]
+        if found:
+            return ServerTarget(tuple(dict.fromkeys(found)))
+    raise Unavailable(f"{address}: none of these is known")
+
+
+def single_server(address: str) -> str:
+    """Returns the target (gRPC's form of an address) for "HOST:PORT". Raises InvalidArgument for anything else."""
+    return address_of(*_host_and_port(address))
+
+
+def numeric_target(address: str) -> str:
+    """Returns the target (gRPC's form of an address) for "HOST:PORT" with a numeric HOST."""
+    return f"{'ipv6' if address.startswith('[') else 'ipv4'}:{address}"
+
+
+def _host_and_port(part: str) -> tuple[str, int]:
+    try:
+        return host_and_port(part.strip())
+    except ValueError as error:
+        raise _malformed(error) from None
+
+
+def _require_server_name(tls: Tls | None) -> None:
+    if tls is not None and tls.server_name is None:
+        raise _malformed("several addresses with TLS need Tls.server_name, which all their certificates name")
+
+
+def _malformed(why: object) -> InvalidArgument:
+    return InvalidArgument(f"address: {why}", reason="INVALID_FIELD", metadata={"field": "address"})
+
+
+def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:
+    """Looks up `host` and returns gRPC's target for its first address, or "" if there is none."""
+    try:
+        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):  # UnicodeError: a label of the name is empty or too long
+        return ""
+    return numeric_target(address_of(str(found[0][4][0]), port))
+
+
+_Metadata = tuple[tuple[str, str], ...]
+
+
+def trace_metadata() -> _Metadata:
+    """Returns the current span's `traceparent`, and its `tracestate` if it has one. Without a span it is empty."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier)
+    return tuple(carrier.items())

@@ -1,4 +1,4 @@
-"""The state of one generation, which may take several calls if connections break.
+"""The state of one generation, which may take several calls if connections break, and the order of its events.
 
 Both clients use it; it makes no call itself. In this example the first call breaks after two Deltas:
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from baton.client.event_order import EventOrder
 from baton.client.servers import ANSWER_TIMEOUT_S, READY_TIMEOUT_S
+from baton.codec import event_from_wire
 from baton.errors import (
     AlreadyExists,
     BatonError,
@@ -25,8 +26,20 @@ from baton.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from baton.events import Delta, Event, PromptLogprobs, Started
+from baton.events import (
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+    PromptToken,
+    Started,
+)
 from baton.v1 import inference_pb2, types_pb2
+from common.grammar.reasoning import Reasoning
+from common.text.output_formats import without_header
 
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
@@ -38,7 +51,6 @@ It spreads out clients that were told to retry in the same second. The server re
 """
 MAX_BREAKS = 40
 """How many calls in a row may break without output. The bound stops a request that crashes each server it reaches."""
-
 _QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 _NO_PREFILL = "NO_PREFILL"
@@ -264,3 +276,87 @@ def _check_same(first: Started, again: Started) -> None:
             "another model",
             reason="PROTOCOL",
         )
+
+
+class EventOrder:
+    """Passes a generation's events on, and raises Internal unless their order is Started, PromptLogprobs*, Delta*,
+    Finished.
+    """
+
+    def __init__(self) -> None:
+        self._has_started = False
+        self._has_output = False
+        self._has_finished = False
+
+    @property
+    def has_finished(self) -> bool:
+        return self._has_finished
+
+    def accept(self, message: inference_pb2.GenerateEvent) -> Event:
+        event = event_from_wire(message)
+        is_late = isinstance(event, PromptLogprobs) and self._has_output
+        if self._has_finished or is_late or isinstance(event, Started) == self._has_started:
+            raise Internal(f"the server sent {type(event).__name__} out of order", reason="PROTOCOL")
+        self._has_started = True
+        self._has_output = self._has_output or isinstance(event, Delta)
+        self._has_finished = isinstance(event, Finished)
+        return event
+
+    def end(self) -> None:
+        """Must be called when the stream has ended without an error status. Raises Internal if Finished is missing."""
+        if not self._has_finished:
+            raise Internal("the server ended the stream before it finished", reason="PROTOCOL")
+
+
+class CompletionBuilder:
+    """Collects the events of one generation into a Completion.
+
+    `parse` turns the answer into the completion's `parsed`. It is called only if the model itself ended the output. The
+    answer is the text after the reasoning, whose form `reasoning` describes; None means that there is no reasoning.
+    """
+
+    def __init__(self, parse: Callable[[str], Any] | None = None, *, reasoning: Reasoning | None = None) -> None:
+        self._parse = parse
+        self._reasoning = reasoning
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._prompt_logprobs: list[PromptToken] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._started: Started | None = None
+
+    def add(self, event: Event) -> Completion | None:
+        """Adds an event. Returns the completion if `event` is Finished, else None.
+
+        Raises what `parse` raises.
+        """
+        match event:
+            case Started():
+                self._started = event
+            case PromptLogprobs():
+                self._prompt_logprobs.extend(event.tokens)
+            case Delta():
+                self._text.append(event.text)
+                self._token_ids.extend(event.token_ids)
+                self._logprobs.extend(event.logprobs)
+            case Finished():
+                assert self._started is not None
+                text = "".join(self._text)
+                answer = text
+                if self._reasoning is not None:
+                    answer = replace(self._reasoning, is_open=self._started.is_reasoning_open).answer_in(text)
+                is_whole = event.reason is FinishReason.EOS
+                return Completion(
+                    request_id=self._started.request_id,
+                    seed=self._started.seed,
+                    text=text,
+                    token_ids=tuple(self._token_ids),
+                    prompt_logprobs=tuple(self._prompt_logprobs),
+                    logprobs=tuple(self._logprobs),
+                    finish_reason=event.reason,
+                    matched_stop=event.matched_stop,
+                    usage=event.usage,
+                    timings=event.timings,
+                    speculation=event.speculation,
+                    parsed=self._parse(without_header(answer)) if is_whole and self._parse is not None else None,
+                )
+        return None

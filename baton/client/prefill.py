@@ -9,9 +9,8 @@ from typing import Self
 
 import grpc
 
-from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
+from baton.client.channel import ChannelOptions, Tls, authorized, channel_options, single_server
 from baton.client.interrupts import uninterrupted
-from baton.client.target import single_server
 from baton.codec import prefill_load_from_wire
 from baton.errors import error_from_rpc
 from baton.server_info import PrefillLoad

@@ -32,8 +32,15 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from baton.client.affinity import NO_BEGINNINGS, Beginnings, ServersByBeginning, beginnings_of
-from baton.client.channel import ChannelOptions, Tls, authorized, channel_options
-from baton.client.target import ServerTarget, numeric_target, parse_target
+from baton.client.channel import (
+    ChannelOptions,
+    ServerTarget,
+    Tls,
+    authorized,
+    channel_options,
+    numeric_target,
+    parse_target,
+)
 from baton.errors import BatonError, Cancelled, Internal, ResourceExhausted, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.addresses import DnsName, address_of

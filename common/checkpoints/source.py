@@ -1,17 +1,23 @@
-"""Resolves the setting `model` to a local model directory.
+"""Resolves the settings `model` and `draft` to local directories, each with config.json and safetensors.
 
-demo                 the demo model, made on first use
-path/to/directory    used as it is
-path/to/file.gguf    converted once, kept in the user's cache
-owner/name           fetched from the hub, kept in the hub's cache
+model  demo                 the demo model, made on first use
+       path/to/directory    used as it is
+       path/to/file.gguf    converted once, kept in the user's cache
+       owner/name           fetched from the hub, kept in the hub's cache
+draft  demo                 the EAGLE-3 head that comes with Baton, for the demo model
+       path/to/directory    used as it is; if it has only .bin files, they are converted once, into the user's cache
+       owner/name           fetched from the hub, and converted in the same way
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import shutil
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -28,15 +34,21 @@ from common.checkpoints.demo_model import ensure_demo_model
 from common.config.settings import DEMO_MODEL
 from common.errors import StartupError
 
+if TYPE_CHECKING:  # finding a head does not need torch
+    from torch import Tensor
+
 _GGUF = ".gguf"
-_KINDS = "a directory or a GGUF file"
+_MODEL_KINDS = "a directory or a GGUF file"
+_HEAD_KINDS = "a directory"
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+_BIN_FILES = "pytorch_model*.bin"
+_DEMO_HEAD = Path(__file__).parent / "heads" / "SmolLM2-135M-Instruct-eagle3"
 
 
 def check_model(spec: str) -> None:
     """Raises StartupError if `spec` cannot be a value of `model`. It is fast and does not use the network."""
     if spec != DEMO_MODEL:
-        require_config("model", spec, local_path("model", spec, kinds=_KINDS, suffix=_GGUF))
+        _require_config("model", spec, _local_path("model", spec, kinds=_MODEL_KINDS, suffix=_GGUF))
 
 
 def resolve_model(spec: str, progress: OnProgress | None = None, *, dtype: str, cache_dir: Path | None = None) -> Path:
@@ -46,15 +58,15 @@ def resolve_model(spec: str, progress: OnProgress | None = None, *, dtype: str, 
     """
     if spec == DEMO_MODEL:
         return ensure_demo_model(progress, cache_dir=cache_dir)
-    path = local_path("model", spec, kinds=_KINDS, suffix=_GGUF)
+    path = _local_path("model", spec, kinds=_MODEL_KINDS, suffix=_GGUF)
     if path is None:
-        return fetch_from_hub("model", spec, _HUB_FILES, kinds=_KINDS)
+        return fetch_from_hub("model", spec, _HUB_FILES, kinds=_MODEL_KINDS)
     if path.is_dir():
         return path
-    return _converted(path, dtype, progress or silent, cache_dir or default_cache_dir())
+    return _converted_gguf(path, dtype, progress or silent, cache_dir or default_cache_dir())
 
 
-def require_config(setting: str, spec: str, path: Path | None) -> None:
+def _require_config(setting: str, spec: str, path: Path | None) -> None:
     """Raises StartupError if `path` is a directory without config.json. Its contents are checked when it is loaded."""
     if path is None or not path.is_dir() or (config := path / "config.json").is_file():
         return
@@ -63,7 +75,7 @@ def require_config(setting: str, spec: str, path: Path | None) -> None:
     raise StartupError(f"{setting}: {spec}: is a directory without config.json")
 
 
-def local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:
+def _local_path(setting: str, spec: str, *, kinds: str, suffix: str | None = None) -> Path | None:
     """Returns the local directory, or the file with `suffix`, that `spec` names. Returns None if neither exists, but
     `spec` has the form of a hub id.
 
@@ -123,8 +135,67 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _converted(gguf: Path, dtype: str, progress: OnProgress, cache_dir: Path) -> Path:
+def _converted_gguf(gguf: Path, dtype: str, progress: OnProgress, cache_dir: Path) -> Path:
     state = gguf.stat()
     version = hashlib.sha256(f"{gguf}\n{state.st_size}\n{state.st_mtime_ns}\n{CONVERSION}".encode()).hexdigest()[:12]
     path = cache_dir / "models" / f"{gguf.stem}-{dtype}-{version}"
     return make_once(path, lambda _, out: convert_gguf(gguf, out, dtype=dtype, progress=progress), progress)
+
+
+def check_draft(spec: str) -> None:
+    """Raises StartupError if `spec` cannot be a value of `draft`. It is fast and does not use the network."""
+    if spec != DEMO_MODEL:
+        _require_config("draft", spec, _local_path("draft", spec, kinds=_HEAD_KINDS))
+
+
+def resolve_draft(spec: str, progress: OnProgress | None = None, *, cache_dir: Path | None = None) -> Path:
+    """Returns the directory of the draft head that `spec`, a value of `draft`, names. `load_draft` loads it from there.
+
+    Converted files go into `cache_dir`, by default the user's cache; `progress` is told of the conversion. Raises
+    StartupError if there is no such head.
+    """
+    if spec == DEMO_MODEL:
+        return _DEMO_HEAD
+    directory = _local_path("draft", spec, kinds=_HEAD_KINDS)
+    if directory is None:
+        directory = fetch_from_hub("draft", spec, ["*.safetensors", "*.json"], kinds=_HEAD_KINDS)
+        if not any(directory.glob("*.safetensors")):
+            directory = fetch_from_hub("draft", spec, [_BIN_FILES, "*.json"], kinds=_HEAD_KINDS)
+    if any(directory.glob("*.safetensors")) or not any(directory.glob(_BIN_FILES)):
+        return directory
+    return _converted_bin(directory, progress or silent, cache_dir or default_cache_dir())
+
+
+def _converted_bin(directory: Path, progress: OnProgress, cache_dir: Path) -> Path:
+    files = sorted(directory.glob(_BIN_FILES))
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    version = hashlib.sha256(f"{directory}\n{states}".encode()).hexdigest()[:12]
+
+    def convert(_: Path, out: Path) -> None:
+        from safetensors.torch import save_file
+
+        progress(f"converting {directory.name} to safetensors", 0, 0)
+        for file in files:
+            save_file(_read_bin(file), out / f"{file.stem}.safetensors")
+        for file in directory.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, out / file.name)
+
+    return make_once(cache_dir / "drafts" / f"{directory.name}-{version}", convert, progress)
+
+
+def _read_bin(file: Path) -> dict[str, Tensor]:
+    """Returns the tensors in a PyTorch file (.bin), by name, without running any code in the file.
+
+    Raises StartupError if the file holds anything else.
+    """
+    import torch
+    from torch import Tensor
+
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise StartupError(f"{file}: not a file of tensors: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise StartupError(f"{file}: not a file of tensors by name")
+    return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}

@@ -1,4 +1,7 @@
-"""Reads settings from flags, the environment, a YAML file and the defaults. The first source that has a key wins."""
+"""Reads settings from flags, the environment, a YAML file and the defaults. The first source that has a key wins.
+
+A process whose role may change also has settings of its other role, in a file of their own.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,17 @@ from pydantic_settings import (
 )
 
 from common.config.fast_paths import FastPath
-from common.config.gateway_settings import GatewaySettings
-from common.config.process_settings import ENV_PREFIX, LogFormat, ProcessSettings
-from common.config.settings import DecodeSettings, PrefillSettings
+from common.config.settings import (
+    ENV_PREFIX,
+    NO_DRAFT,
+    DecodeSettings,
+    GatewaySettings,
+    LogFormat,
+    PrefillSettings,
+    ProcessSettings,
+    Role,
+    ServiceSettings,
+)
 from common.errors import ConfigError
 
 SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
@@ -32,6 +43,33 @@ _HELP = {"-h", "--help"}
 
 # Variables of the client, which may run in the same environment as the services.
 _OTHER_VARIABLES = {"BATON_ADDRESS", "BATON_TOKEN_FILE"}
+SETTINGS_OF: dict[Role, type[ServiceSettings]] = {Role.PREFILL: PrefillSettings, Role.DECODE: DecodeSettings}
+FIXED = frozenset(
+    {
+        "attention",
+        "config",
+        "device",
+        "disabled_fast_paths",
+        "draft",
+        "draft_topk",
+        "dtype",
+        "kv_dtype",
+        "listen",
+        "log_format",
+        "log_level",
+        "max_context_tokens",
+        "metrics_listen",
+        "metrics_token_file",
+        "model",
+        "num_threads",
+        "other_role",
+        "tensor_parallel",
+        "tf32",
+    }
+)
+"""The settings that are the same in both roles, because what they decide stays as it is when the role changes: the
+loaded model, the addresses and the log.
+"""
 
 
 def load_settings(
@@ -51,7 +89,7 @@ def load_settings(
         values = read()
         return kind.model_construct(values.model_fields_set, **dict(values))  # an object that can be pickled
     except ValidationError as error:
-        raise ConfigError("; ".join(map(describe_error, error.errors()))) from error
+        raise ConfigError("; ".join(map(_describe_error, error.errors()))) from error
     except SettingsError as error:
         raise ConfigError(str(error).removeprefix("error parsing CLI: ")) from error
 
@@ -158,13 +196,13 @@ class _YamlFile(PydanticBaseSettingsSource):
         path = self.current_state.get("config")
         if path is None:
             return {}
-        values = read_yaml("config", Path(path))
+        values = _read_yaml("config", Path(path))
         if "config" in values:
             raise ConfigError(f"config: {path}: a file cannot name another")
         return values
 
 
-def read_yaml(setting: str, path: Path) -> dict[str, Any]:
+def _read_yaml(setting: str, path: Path) -> dict[str, Any]:
     """Returns the keys and values in the YAML file that `setting` names. Raises ConfigError, which names both."""
     try:
         values = yaml.safe_load(path.read_text())
@@ -177,7 +215,7 @@ def read_yaml(setting: str, path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-def describe_error(error: Any) -> str:
+def _describe_error(error: Any) -> str:
     """Returns what one of a ValidationError's errors says, with the key that is wrong."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
@@ -192,3 +230,32 @@ def _check_environment() -> None:
     unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
     if unknown:
         raise ConfigError(f"unknown in the environment: {', '.join(unknown)}")
+
+
+def other_settings(own: ServiceSettings) -> ServiceSettings | None:
+    """Returns the settings of the other role, or None if `own` names no file for them.
+
+    A setting comes from the file, else from `own` if both roles have it, else from the environment. Raises ConfigError
+    if the file cannot be read, or has a key that is wrong, unknown or one of FIXED.
+    """
+    if own.other_role is None:
+        return None
+    (kind,) = (kind for role, kind in SETTINGS_OF.items() if role is not own.role)
+    given = _given(own.other_role)
+    shared = {name: getattr(own, name) for name in type(own).model_fields if name in kind.model_fields}
+    shared["draft"] = shared["draft"] or NO_DRAFT
+    try:
+        return kind(**{**shared, **given})
+    except ValidationError as error:
+        raise _wrong(own.other_role, "; ".join(map(_describe_error, error.errors()))) from error
+
+
+def _given(path: Path) -> dict[str, Any]:
+    given = _read_yaml("other_role", path)
+    if fixed := sorted(FIXED & given.keys()):
+        raise _wrong(path, f"{', '.join(fixed)}: is the same in both roles, and set for the process")
+    return given
+
+
+def _wrong(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"other_role: {path}: {what}")

@@ -1,4 +1,4 @@
-"""All settings of both services, with their defaults and ranges. docs/configuration.md shows them."""
+"""All settings of every process, with their defaults and ranges. docs/configuration.md explains them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,83 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from common.addresses import is_name
 from common.config.fast_paths import FastPath, FastPaths
 from common.config.fields import (
     Address,
+    Addresses,
+    Choices,
     DeviceName,
+    Names,
+    NonNegativeSeconds,
     OptionalAddress,
+    OptionalEndpoint,
+    Origins,
     Positive,
+    Ratio,
     RequestBytes,
     Seconds,
     SegmentBytes,
     Targets,
     Weights,
 )
-from common.config.process_settings import ProcessSettings
 from common.priority import DEFAULT_AGEING, WORST_PRIORITY
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 
-KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
-OutputFormatName = Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "json"]
-
+ENV_PREFIX = "BATON_"
+LogFormat = Literal["json", "console"]
 MAX_DRAFT_TOKENS = 15
 MAX_DRAFT_TOPK = 8
 MAX_RANKS = 64
-
 _BATCH_ON_GPU = 2048
 _SHORT_PROMPT_ON_CPU = 128
 """Up to this many tokens left to compute, a prompt has its first token earlier if the decode service computes it than
 after a handoff, and the longest gaps between running requests' tokens hardly grow (`benchmarks.local_prefill`). The
 next turns of several chats that come together stay below it, but not below half of it (`benchmarks.prefix_reuse`).
 """
-
 DEMO_MODEL = "demo"
 NO_DRAFT = "none"
+
+
+class ProcessSettings(BaseSettings):
+    """Settings of any process: where it listens, how it logs and traces, and how it ends."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True, use_attribute_docstrings=True
+    )
+    example: ClassVar[str]
+    """Example flags with which the service starts, shown by `--help`."""
+
+    config: Path | None = None
+    """YAML file that may set any of these keys."""
+    listen: Address
+    """HOST:PORT to listen on."""
+    grace_period_s: NonNegativeSeconds = 30.0
+    """How long running requests may take to finish after SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Log lines below this level are not written."""
+    log_format: LogFormat = "json"
+    """Format of the log on stderr: JSON objects, or text for people."""
+    tls_cert: Path | None = None
+    """PEM file of the server's certificate; with tls_key, the server uses TLS."""
+    tls_key: Path | None = None
+    """PEM file of the private key of tls_cert."""
+    otlp_endpoint: OptionalEndpoint = ""
+    """http://HOST:PORT or https://HOST:PORT of an OTLP collector for traces; unset: there is no tracing."""
+    trace_sample_ratio: Ratio = 1.0
+    """With otlp_endpoint: the share of requests to trace, of those that bring no trace context, 0 to 1."""
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        return self
+
+
+KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
+OutputFormatName = Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "json"]
 
 
 class Role(StrEnum):
@@ -260,4 +304,65 @@ class DecodeSettings(ServiceSettings):
             raise ValueError("prefill names an address twice")
         if set(self.prefill) == {self.listen}:
             raise ValueError("prefill names no service but this one itself: it cannot be both kinds at a time")
+        return self
+
+
+class GatewaySettings(ProcessSettings):
+    """The gateway's settings. The gateway forwards requests to the services in `decode`, and its status page shows
+    the metrics of `metrics_targets`.
+    """
+
+    example = "--listen 127.0.0.1:8000 --decode 127.0.0.1:50051"
+
+    listen: Address = "127.0.0.1:8000"
+    """HOST:PORT to listen on."""
+    decode: Targets = ("127.0.0.1:50051",)
+    """HOST:PORT of each decode service, with commas, or one dns:///NAME:PORT or file:///PATH for all behind it."""
+    decode_tls: bool = False
+    """Connects to the decode services with TLS."""
+    decode_tls_ca: Path | None = None
+    """PEM file of the authority that signed the decode services' certificates; unset: the system's authorities."""
+    decode_tls_server_name: str | None = None
+    """Host name in the decode services' certificates; unset: the address's host."""
+    decode_token_file: Path | None = None
+    """File whose first token is sent to the decode services."""
+    api_key_file: Path | None = None
+    """File of keys, one per line; HTTP clients must then send one."""
+    cors_origins: Origins = ()
+    """Web origins whose pages may call the gateway from a browser, with commas; * for all."""
+    allowed_hosts: Names = ()
+    """Hosts that requests may name, with commas; * for any. Unset: any, on loopback without keys this machine's."""
+    served_model_name: Names = ()
+    """Names of the model in the HTTP API, with commas; answers have the first. Unset: what decode calls it."""
+    max_request_bytes: RequestBytes = 4 << 20
+    """Most bytes of one request, 64 KiB to 16 MiB."""
+    max_open_requests: Positive = 512
+    """Most open requests at a time, of all clients together."""
+    max_choices: Choices = 32
+    """Most choices of one request, n for each of its prompts, 1 to 128."""
+    request_timeout_s: Seconds | None = None
+    """Deadline of a request; unset: none."""
+    admission_timeout_s: Seconds = 5.0
+    """How long the gateway tries to find a decode service that accepts a request."""
+    resume_timeout_s: Seconds = 60.0
+    """How long the gateway tries to find a decode service that continues a broken stream."""
+    client_stall_timeout_s: Seconds = 30.0
+    """A client that reads nothing for this long is dropped."""
+    status_page: bool = True
+    """Serves the status page at /."""
+    status_needs_key: bool = False
+    """With api_key_file: the status page and metrics need a key too."""
+    metrics_targets: Addresses = ()
+    """HOST:PORT of the metrics of each service that the status page shows, with commas."""
+    metrics_token_file: Path | None = None
+    """File whose first token is sent to metrics_targets."""
+
+    @model_validator(mode="after")
+    def _check_decode(self) -> Self:
+        if not self.decode:
+            raise ValueError("decode names no address")
+        if self.status_needs_key and self.api_key_file is None:
+            raise ValueError("status_needs_key needs api_key_file")
+        if len(self.decode) > 1 and any(map(is_name, self.decode)):
+            raise ValueError("decode is one dns:///NAME:PORT or file:///PATH, or any number of HOST:PORT")
         return self

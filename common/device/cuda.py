@@ -10,36 +10,45 @@ stream as the current one. A thread that uses a device outside of pieces calls `
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.device.cuda_graph import CudaGraphRecorder
-from common.device.cuda_timing import CudaTimer
-from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed, is_of_device
-from common.device.graph import GraphRecorder
 from common.device.piece import close_all, event_name, failure_of, figures_of, piece_name, raise_failure, run_piece
 from common.device.stream import (
     Device,
+    DeviceLost,
     DeviceMemory,
+    DeviceTimeout,
     Event,
+    Graph,
+    GraphRecorder,
+    GraphWork,
     MilestoneWork,
     OnEvent,
     OnMilestone,
     Scope,
     Stream,
+    StreamClosed,
     StreamKind,
     StreamProgress,
     Work,
+    is_of_device,
 )
-from common.telemetry.timeline import Timeline, Track
+from common.telemetry.timeline import NOT_RECORDED, EventKind, Ring, Timeline, TimelineEvent, Track
 
 _SPIN_S = 100e-6
 _POLL_S = 50e-6
 _CLOSING_POLL_S = 500e-6
+_NO_FIGURES: Mapping[str, int] = MappingProxyType({})
 
 
 class CudaEvent(Event):
@@ -101,7 +110,7 @@ class CudaStream(Stream):
         track: Track | None = None,
     ) -> None:
         """Wraps `cuda_stream`. Its work and its waits are recorded as spans on `track`."""
-        self._timer = CudaTimer(cuda_stream, track or Track(name))
+        self._timer = _CudaTimer(cuda_stream, track or Track(name))
         self._scope = Scope(name)
         self._kind = kind
         self._cuda_stream = cuda_stream
@@ -219,7 +228,7 @@ class CudaDevice(Device):
         self.enter_thread()
         self._schedule_stream = CudaStream("schedule", torch.cuda.current_stream(self._torch_device))
         self._streams: list[CudaStream] = []
-        self._graphs = CudaGraphRecorder(self._torch_device)
+        self._graphs = _CudaGraphRecorder(self._torch_device)
 
     @property
     def torch_device(self) -> torch.device:
@@ -275,3 +284,149 @@ def _lost(error: RuntimeError, doing: str) -> DeviceLost:
     lost = DeviceLost(f"the device faulted, seen {doing}: {reason}")
     lost.__cause__ = error
     return lost
+
+
+class CudaGraph(Graph):
+    """One CUDA graph, whose memory comes from `pool`, a handle of torch's graph memory pools."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
+        """Records `work` and returns its outputs. Waits for the device, so call it only at start-up.
+
+        Other threads may use the device meanwhile, on other streams.
+        """
+        stream = torch.cuda.current_stream()  # the stream of the piece that runs this
+        graph = torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        with torch.inference_mode(), _without_collection(), graph:
+            return work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class _CudaGraphRecorder(GraphRecorder):
+    """Makes CUDA graphs that share one memory pool.
+
+    Outputs are kept as long as their graph. The next recorded graph reuses the memory of intermediate results.
+    """
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._torch_device = torch_device
+        self._pool: Any = None
+
+    def new_graph(self) -> Graph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return CudaGraph(self._pool)
+
+    def held_bytes(self) -> int:
+        with torch.cuda.device(self._torch_device):
+            torch.cuda.empty_cache()  # cached unused memory would be counted as held by graphs
+        return torch.cuda.memory_reserved(self._torch_device)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Disables Python's garbage collector inside this context: freeing a dead CUDA graph would break a recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """The same moment on the device's clock (an event) and on the host's, exact to a few microseconds.
+
+    It converts times of CUDA events to times of the host.
+    """
+
+    cuda_event: torch.cuda.Event
+    at_ns: int
+
+    @classmethod
+    def of_now(cls, idle_stream: torch.cuda.Stream) -> _Anchor:
+        """Returns an anchor for the present moment. The stream must be idle: a busy one would reach the event late."""
+        return cls(_recorded_on(idle_stream), time.monotonic_ns())
+
+    def ns_of(self, event: torch.cuda.Event) -> int:
+        """Returns the time of `event` on the host's monotonic clock, in nanoseconds."""
+        return self.at_ns + round(float(self.cuda_event.elapsed_time(event)) * 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedPiece:
+    """A unit of work with the CUDA events recorded before and after it. It becomes a span of the timeline."""
+
+    name: str
+    detail: str
+    figures: Mapping[str, int]
+    anchor: _Anchor
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def resolve(self) -> TimelineEvent | None:
+        """Returns the span of the work, or None if it has not ended or the device faulted."""
+        try:
+            if not (self.anchor.cuda_event.query() and self.end.query()):
+                return None
+            start_ns, end_ns = self.anchor.ns_of(self.begin), self.anchor.ns_of(self.end)
+        except RuntimeError:  # the device faulted, which the engine reports
+            return None
+        return TimelineEvent(EventKind.SPAN, self.name, start_ns, end_ns - start_ns, self.detail, figures=self.figures)
+
+
+class _CudaTimer:
+    """Records the work of one CUDA stream as spans on `track`, while the timeline is recorded, by events around it.
+
+    The events are read when the recording is read, without waiting for the device. Only the thread that enqueues on the
+    stream calls it. It never raises the device's faults, because the engine's own events report them.
+    """
+
+    def __init__(self, cuda_stream: torch.cuda.Stream, track: Track) -> None:
+        self._cuda_stream = cuda_stream
+        self._idle_stream = torch.cuda.Stream(cuda_stream.device)
+        self._track = track
+        self._anchored: tuple[Ring, _Anchor] | None = None  # the ring identifies the recording that the anchor is for
+
+    @property
+    def is_recording(self) -> bool:
+        return self._track.ring is not None
+
+    def timed(
+        self, name: str, detail: str = "", figures: Mapping[str, int] = _NO_FIGURES
+    ) -> AbstractContextManager[None]:
+        """Returns a context manager for code that puts work on the stream. It records the work as the span `name`.
+
+        The timeline shows `detail`, a text, and `figures`, numbers by name, with the span. Records nothing while the
+        timeline is not recorded.
+        """
+        ring = self._track.ring
+        return NOT_RECORDED if ring is None else self._between_events(ring, name, detail, figures)
+
+    @contextmanager
+    def _between_events(self, ring: Ring, name: str, detail: str, figures: Mapping[str, int]) -> Iterator[None]:
+        begun: tuple[_Anchor, torch.cuda.Event] | None = None
+        with suppress(RuntimeError):
+            begun = (self._anchor(ring), _recorded_on(self._cuda_stream))
+        yield
+        if begun is not None:
+            with suppress(RuntimeError):
+                ring.add(_TimedPiece(name, detail, figures, *begun, _recorded_on(self._cuda_stream)))
+
+    def _anchor(self, ring: Ring) -> _Anchor:
+        if self._anchored is None or self._anchored[0] is not ring:
+            self._anchored = (ring, _Anchor.of_now(self._idle_stream))
+        return self._anchored[1]
+
+
+def _recorded_on(cuda_stream: torch.cuda.Stream) -> torch.cuda.Event:
+    cuda_event = torch.cuda.Event(enable_timing=True)
+    cuda_event.record(cuda_stream)
+    return cuda_event

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
-from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed
-from common.device.stream import Measured, Scope, Stream, Work
+from common.device.stream import DeviceLost, DeviceTimeout, Measured, PieceFailed, Scope, Stream, Work
 from common.telemetry.timeline import NOT_RECORDED, Track
 
 

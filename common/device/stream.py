@@ -1,11 +1,17 @@
-"""The interface of streams and events, with which an engine orders all work on a device.
+"""The interface of streams, events and recorded work, with which an engine orders all work on a device.
 
     enqueue ─▶ [piece][piece][record e][piece]      stream A, in order
                                  │
     enqueue ─▶ [piece]──────[wait e][piece]         stream B: its last piece runs after e
 
 A piece is a unit of work: a function that runs on the stream. Only the engine thread enqueues on a stream. Any thread
-may check or await an event.
+may check or await an event. A request that is affected by an error of a device or stream ends with an EngineFault:
+
+EngineFault
+├── DeviceTimeout     an event or a stream did not finish within its bound
+├── PieceFailed       a piece raised; its exception is the cause
+├── StreamClosed      the stream was closed, or died, before it reached this work
+└── DeviceLost        the device faulted and runs nothing any more
 """
 
 from __future__ import annotations
@@ -16,22 +22,50 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from common.device.errors import PieceFailed, is_of_device
-from common.device.graph import GraphRecorder
 from common.errors import EngineFault
 
-Work = Callable[[], object]
-"""The function of a piece (a unit of work on a stream). Its result is dropped."""
-
+T = TypeVar("T")
+_EMPTY = object()
 _LOOK_WAIT_S = 0.001
 _QUEUED_WAIT_S = 0.05
 _IDLE_WAIT_S = 0.5
 _TOLD_WAIT_S = 0.05  # not endless: events without a notification are seen by polling
+
+
+class DeviceTimeout(EngineFault):
+    """An event or a stream did not finish in time. The work may still be running; event and stream stay usable."""
+
+
+class PieceFailed(EngineFault):
+    """A piece has failed. The exception that it raised is the `__cause__`."""
+
+    @property
+    def is_of_device(self) -> bool:
+        """True if the device or the stream itself failed, so that no later work on it can succeed either."""
+        return is_of_device(self.__cause__)
+
+
+class StreamClosed(EngineFault):
+    """The stream was closed, or its thread ended, before it reached this work."""
+
+
+class DeviceLost(EngineFault):
+    """The device faulted and runs nothing any more."""
+
+
+def is_of_device(error: BaseException | None) -> bool:
+    """Returns True if `error` means that the whole device or stream failed, not only one piece of work."""
+    return isinstance(error, DeviceLost | StreamClosed)
+
+
+Work = Callable[[], object]
+"""The function of a piece (a unit of work on a stream). Its result is dropped."""
+
 
 OnEvent = Callable[[], None]
 """Called by a stream's thread after each event that it reaches or abandons."""
@@ -355,3 +389,65 @@ class WakeUp:
         if awaits_device:
             return _TOLD_WAIT_S if self._tells and self.wake is not None else _LOOK_WAIT_S
         return _QUEUED_WAIT_S if has_queued else _IDLE_WAIT_S
+
+
+class Cell(Generic[T]):
+    """A value that one piece (a unit of work on a stream), or the engine's thread, sets once and later pieces read.
+
+    Another thread may read it too, after it has seen an event done that was recorded on the stream after that piece. If
+    the piece fails, later pieces of the same failure scope are skipped, so none of them reads an empty cell.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self) -> None:
+        self._value: object = _EMPTY
+
+    @property
+    def is_set(self) -> bool:
+        return self._value is not _EMPTY
+
+    def set(self, value: T) -> None:
+        assert self._value is _EMPTY, "the cell is set already"
+        self._value = value
+
+    def get(self) -> T:
+        assert self._value is not _EMPTY, "the cell is read before the piece that sets it: a fence is missing"
+        return cast(T, self._value)
+
+
+GraphWork = Callable[[], tuple[Tensor, ...]]
+"""A function whose device work can be recorded. Returns the output tensors.
+
+It must do the same work on the same memory in each call, and copy nothing from the host.
+"""
+
+
+class Graph(Protocol):
+    """Device work recorded once and replayed as a whole.
+
+    Record and replay it inside pieces (units of work) of one stream, and only after the same work has run there once
+    without recording, so that everything it needs is compiled.
+    """
+
+    def record(self, work: GraphWork) -> tuple[Tensor, ...]:
+        """Records `work` and returns its outputs, which every replay overwrites.
+
+        Later graphs do not use the outputs' memory, but earlier graphs may. So outputs are valid until this graph, or
+        one recorded before it, is replayed.
+        """
+
+    def replay(self) -> None:
+        """Does the recorded work again, with the present contents of its input memory."""
+
+
+class GraphRecorder(Protocol):
+    """Makes graphs that are replayed one after the other on one stream.
+
+    The graphs share the memory of their intermediate results.
+    """
+
+    def new_graph(self) -> Graph: ...
+
+    def held_bytes(self) -> int:
+        """Releases unused device memory, and returns how many bytes this process still holds. Waits for the device."""

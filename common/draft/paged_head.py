@@ -22,7 +22,7 @@ from common.model.capture import HiddenCapture
 from common.model.forward_program import NewProgram
 from common.model.model_files import ModelFiles
 from common.model.target import TargetModel
-from common.telemetry.step_stats import ForwardCounts
+from common.telemetry.stats import ForwardCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,11 @@ from common.host.untouched_memory import populate
 from common.kv.kv_shard import WHOLE, KvShard, NoRoomForShard, PoolTensors
 from common.kv.layer_group import DRAFT_GROUP, KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers, num_kept_before
 from common.kv.prefix_tree import HeldPrefix, PrefixTree, num_same
-from common.kv.row_columns import LeaseState, RowColumns
-from common.kv.row_table import ReqToTokenPool
+from common.kv.rows import LeaseState, ReqToTokenPool, RowColumns
 from common.kv.shared_pool import SharedPool
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
 from common.kv.window_slots import WindowKv, WindowSlots
-from common.load import PoolCounts, PrefixCounts
+from common.telemetry.stats import PoolCounts, PrefixCounts
 
 __all__ = ["CacheKey", "KvPool", "LeaseState", "RowLease"]
 

@@ -15,8 +15,7 @@ from functools import partial
 
 import torch
 
-from common.device.errors import PieceFailed
-from common.device.stream import DeviceMemory
+from common.device.stream import DeviceMemory, PieceFailed
 from common.errors import StartupError
 from common.peer_text import peer_text
 

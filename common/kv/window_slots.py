@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from common.device.upload import upload_array
-from common.kv.row_columns import RowColumns
-from common.kv.row_table import NewZeros
+from common.kv.rows import NewZeros, RowColumns
 from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
-from common.load import PoolCounts
+from common.telemetry.stats import PoolCounts
 
 _EVICTED_SHARE = 32
 """At least 1 / this of the slots becomes free at once, because it takes time to find those that are idle longest."""

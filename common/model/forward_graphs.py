@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.graph import Graph, GraphRecorder
-from common.kv.row_table import PADDING_ROW
+from common.device.stream import Graph, GraphRecorder
+from common.kv.rows import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 
 Forward = Callable[[ForwardInput, Tensor | None], tuple[Tensor, ...]]
@@ -72,7 +72,7 @@ class ForwardGraphs:
         """Returns `forward(batch, beside)`. If its shape was recorded, the recording is replayed.
 
         Replayed outputs are valid until the same shape, or one that was recorded earlier, is replayed: that replay may
-        overwrite their memory (see graph.py). `name` identifies `forward`: one name always stands for the same
+        overwrite their memory (see `Graph`). `name` identifies `forward`: one name always stands for the same
         function. `beside` is the forward's second input, if it has one.
         """
         shape = self._shape_of(name, batch)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, LayerAttention
-from common.device.errors import DeviceLost
-from common.device.graph import GraphRecorder
+from common.device.stream import DeviceLost, GraphRecorder
 from common.errors import UnsupportedModel
 from common.kv.kv_shard import WHOLE, KvShard, OneDevice, PoolTensors
 from common.kv.layer_group import LayerGroupSpec, WindowLayers
@@ -25,7 +24,7 @@ from common.model.forward_program import ForwardProgram, NewProgram, OnLayerKv
 from common.model.model_files import ModelFiles
 from common.model.part import Part
 from common.sampling.operators import Largest
-from common.telemetry.step_stats import ForwardCounts
+from common.telemetry.stats import ForwardCounts
 
 _FINAL = -1  # key of the final norm's output among the captured states
 _ROUTES = re.compile(r"expert|router|moe")

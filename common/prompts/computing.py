@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 
 from common.device.stream import NOT_YET, Event, Scope, Stream, raise_if_device_failed
 from common.draft.seed import column_to_numpy
-from common.engine.parts import EngineParts
+from common.engine import EngineParts
 from common.errors import RowFailure
 from common.kv.pool import KvPool
-from common.prompts.chunk_batch import Chunk, ChunkBatch, PromptT, cut_chunks
-from common.prompts.scores import max_scored_tokens
+from common.prompts.chunk_batch import Chunk, ChunkBatch, PromptT, cut_chunks, max_scored_tokens
 from common.prompts.worker import Computed, LaunchedChunks, Meanwhile, PromptWorker
-from common.sampling.logprobs import unpack_logprobs
+from common.sampling.operators import unpack_logprobs
 from common.sampling.params import TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.sampling.state import SamplingState

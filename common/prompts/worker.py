@@ -10,16 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.device.cell import Cell
-from common.device.stream import Event, Measured, Scope, Stream
+from common.device.stream import Cell, Event, Measured, Scope, Stream
 from common.draft.extend import NextTokens, extend_draft
 from common.draft.head import DraftHead
 from common.draft.seed import DraftSeed
-from common.engine.parts import EngineParts
-from common.engine.warm_kernels import warm_kernels
+from common.engine import EngineParts, warm_kernels
 from common.kv.pool import KvPool
-from common.prompts.chunk_batch import ChunkBatch, PromptT
-from common.prompts.scores import Scores
+from common.prompts.chunk_batch import ChunkBatch, PromptT, Scores
 from common.sampling.operators import Sampled, sample, sampled_to_host
 from common.sampling.state import SamplingState
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from common.cpu_engine import cpu_engine
 from common.device.factory import allow_tf32, open_device
-from common.device.graph import Graph, GraphWork
-from common.device.stream import Device
+from common.device.stream import Device, Graph, GraphWork
 from common.errors import BatonError
 from common.host.peer_process import end_with_peer
 from common.host.shared_tensors import TensorPlace, at, mapped

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.cpu_engine import CpuEngine
-from common.device.graph import GraphRecorder
+from common.device.stream import GraphRecorder
 from common.errors import StartupError
 from common.host.peer_process import start_peer
 from common.host.shared_tensors import SharedTensors

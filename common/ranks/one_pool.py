@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.graph import GraphRecorder
+from common.device.stream import GraphRecorder
 from common.host.shared_tensors import SharedTensors, TensorPlace
 from common.kv.kv_shard import WHOLE, KvShard
 from common.kv.window_slots import WindowKv

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.errors import DeviceLost
-from common.device.graph import Graph, GraphRecorder, GraphWork
+from common.device.stream import DeviceLost, Graph, GraphRecorder, GraphWork
 from common.host.shared_tensors import SharedTensors
 from common.kv.kv_shard import KvShard, NoRoomForShard
 from common.kv.window_slots import WindowKv

@@ -35,6 +35,11 @@ def require(condition: bool, field: str, message: str) -> None:
         raise ProtocolError(field, message)
 
 
+def require_at_most(limit: int, field: str, number: int) -> None:
+    """Raises ProtocolError for `field` if `number`, that of its entries, is more than `limit`."""
+    require(number <= limit, field, f"has {number}, more than {limit}")
+
+
 def parse(kind: type[MessageT], data: bytes) -> MessageT:
     """Returns the message of type `kind` in `data`. Raises ProtocolError if it cannot be parsed."""
     try:

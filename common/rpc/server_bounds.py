@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError, Message
 
 from common.addresses import host_and_port, is_loopback, network_of
 from common.errors import InvalidRequest, Overloaded
+from common.rpc.aio import whole_read
 from common.rpc.errors import abort_with
-from common.rpc.fair_places import FairPlaces, Full
+from common.rpc.fair_shares import FairPlaces, Full
 from common.rpc.messages import ProtocolError, require_few_fields
-from common.rpc.reads import whole_read
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]

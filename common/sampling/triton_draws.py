@@ -42,7 +42,7 @@ def _mixed_32(x):  # type: ignore[no-untyped-def]
 
 @device_function
 def _row_key(seed, choice_index, position):  # type: ignore[no-untyped-def]
-    """Returns one row's key as uint64, as `row_keys` in noise.py computes it."""
+    """Returns one row's key as uint64, as `row_keys` in operators.py computes it."""
     golden = 0x9E3779B97F4A7C15
     key = _mixed_64(seed.to(tl.uint64) + golden)
     key = _mixed_64((key ^ choice_index.to(tl.uint64)) + golden)
@@ -51,7 +51,7 @@ def _row_key(seed, choice_index, position):  # type: ignore[no-untyped-def]
 
 @device_function
 def _noise(key, token_ids):  # type: ignore[no-untyped-def]
-    """Returns Gumbel noise as `gumbel_noise` in noise.py: from the same bits, but logarithms may round differently."""
+    """Returns Gumbel noise as operators.py does: from the same bits, but logarithms may round differently."""
     bits = _mixed_32(_mixed_32(token_ids.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
     value = bits.to(tl.int32, bitcast=True).to(tl.float32)
     value = tl.where(value < 0, value + 4294967296.0, value)

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 
 from common.host.cores import set_own_num_threads
-from common.load import EngineLoad, PoolCounts
+from common.telemetry.stats import EngineLoad, PoolCounts
 from common.telemetry.timeline import ENGINE, Timeline
 
 CommandT = TypeVar("CommandT")

@@ -23,7 +23,7 @@ from common.service.runtime import Runtime
 from common.service.server import FrontServer
 from common.service.watchdog import Watchdog
 from common.service.work_beside import Work
-from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.metrics import EngineMetrics
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 CLOSE_GRACE_S = 1.0

@@ -22,10 +22,9 @@ import structlog
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
-from common.checkpoints.draft_source import check_draft
-from common.checkpoints.source import check_model
+from common.checkpoints.source import check_draft, check_model
 from common.config.fast_paths import FastPath
-from common.config.other_role import other_settings
+from common.config.load import other_settings
 from common.config.settings import Role, ServiceSettings
 from common.errors import EngineLost, StartupError
 from common.host.cores import spin_briefly, switch_threads_early, wait_for_computing
@@ -33,7 +32,7 @@ from common.host.memory import keep_freed_memory, return_freed_memory
 from common.service.program import EXIT_ENGINE_LOST, run_program, termination_signals
 from common.service.roles import RoleSwitch
 from common.telemetry.logs import configure_logs, only_log_lines
-from common.telemetry.role_metrics import RoleMetrics
+from common.telemetry.metrics import RoleMetrics
 from common.telemetry.tracing import NO_TRACER, process_tracer
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def _load_and_serve(settings: SettingsT, instance_id: str, import_serve: Callabl
     if settings.uses(FastPath.SHORT_SWITCH_INTERVAL):
         switch_threads_early()
     with _all_kept():
-        from common.rpc.event_loop import run
+        from common.rpc.aio import run
         from common.service.runtime import open_runtime
         from common.telemetry.exposition import MetricsServer
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 
 from common.config.load import load_settings, log_format_asked
-from common.config.process_settings import ProcessSettings
+from common.config.settings import ProcessSettings
 from common.errors import ConfigError, StartupError
 from common.host.descriptors import raise_descriptor_limit
 from common.telemetry.logs import configure_logs

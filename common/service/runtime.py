@@ -18,8 +18,7 @@ from common.attention.backend import MAX_SPLIT_BYTES
 from common.attention.choice import new_draw_kernels
 from common.checkpoints.cache import kernels_cache_dir
 from common.checkpoints.digest import LoadedDraft, compute_fingerprint
-from common.checkpoints.draft_source import resolve_draft
-from common.checkpoints.source import resolve_model
+from common.checkpoints.source import resolve_draft, resolve_model
 from common.config.fast_paths import FastPath
 from common.config.settings import ServiceSettings
 from common.cpu_engine import cpu_engine
@@ -27,7 +26,7 @@ from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
-from common.engine.parts import EngineParts
+from common.engine import EngineParts
 from common.errors import StartupError
 from common.host.cores import num_compute_threads
 from common.kv.layer_group import LayerGroupSpec, num_kept_before
@@ -51,10 +50,9 @@ from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ran
 from common.ranks.own_kv import TABLE_ENTRY_BYTES
 from common.sampling.state import DrawKernels
 from common.service.work_beside import Check, Work, WorkBeside, new_fusing, populating
-from common.telemetry.step_stats import ForwardCounts
+from common.telemetry.stats import ForwardCounts
 from common.telemetry.timeline import Timeline
-from common.wire.codec_fingerprint import PROTOCOL_VERSION
-from common.wire.fingerprint import Fingerprint
+from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
 
 _FUSED_SHARE_OF_CORES = 1.0
 """The share of the cores that a fused forward uses, in both services.

@@ -14,7 +14,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, SpanContext, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from common.config.process_settings import ProcessSettings
+from common.config.settings import ProcessSettings
 
 _W3C = TraceContextTextMapPropagator()
 _NAMES = ("traceparent", "tracestate")

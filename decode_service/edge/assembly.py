@@ -1,41 +1,48 @@
-"""Builds what serves the decode service's clients, in the engine's process or in one of its own.
+"""Builds what serves the decode service's clients, in the engine's process or in one of its own, and the response of
+GetModelInfo, which does not change during the process's life.
 
 gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EnginePort
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from common.config.settings import DecodeSettings
 from common.grammar.grammar import GrammarKind
 from common.host.descriptors import max_connections
+from common.kv.pool_size import PoolSize
 from common.priority import Ageing
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles
+from common.service.runtime import Runtime
 from common.service.server import ServerLimits, ServiceServer, open_server
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
 from common.telemetry.timeline_rpc import OtherTimeline
+from common.text.chat_template import ChatRefused
+from common.text.output_formats import FORMATS, NONE, OutputFormat, format_of_template
 from common.text.tokenizer import TextTokenizer
 from common.text.tool_grammars import ToolGrammars
+from common.wire.fingerprint import encode_fingerprint
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer, Served
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.matchers import Matchers, Replay
-from decode_service.edge.model_info import output_format_of
 from decode_service.edge.observer import RequestObserver
 from decode_service.edge.replicas import ReplicaStates
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.edge.text.prompts import Prompts
 from decode_service.messages import Command, FinishReason
 
+DISTRIBUTION = "baton-serve"
 CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find a new replica behind a DNS name
 
 
@@ -130,3 +137,48 @@ async def opened_edge(
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.grpc_server)
         yield OpenedEdge(live_requests, server)
+
+
+def model_info(
+    settings: DecodeSettings,
+    runtime: Runtime,
+    size: PoolSize,
+    tokenizer: TextTokenizer,
+    *,
+    sampling_defaults: Mapping[str, float],
+) -> inference_pb2.GetModelInfoResponse:
+    form = output_format_of(settings, tokenizer)
+    try:
+        (template, special_tokens), variables = tokenizer.chat_template(), tokenizer.chat_template_variables()
+    except ChatRefused:
+        template, special_tokens, variables = "", {}, ()
+    return inference_pb2.GetModelInfoResponse(
+        model=settings.model,
+        architecture=runtime.architecture,
+        vocab_size=runtime.model.vocab_size,
+        max_context_tokens=size.max_context_tokens,
+        eos_token_ids=runtime.model.eos_token_ids,
+        device=settings.device,
+        dtype=settings.dtype,
+        version=version(DISTRIBUTION),
+        fingerprint=encode_fingerprint(runtime.fingerprint),
+        output_format=form.name,
+        has_reasoning=form.reasoning is not None,
+        chat_template_variables=variables,
+        chat_template=template,
+        special_tokens=special_tokens,
+        sampling_defaults=types_pb2.SamplingParams(**sampling_defaults),  # type: ignore[arg-type]
+    )
+
+
+def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:
+    """Returns the form in which the model writes reasoning and calls: the configured one, or else the one that its chat
+    template shows.
+    """
+    if settings.output_format != "auto":
+        return FORMATS[settings.output_format]
+    try:
+        source, _ = tokenizer.chat_template()
+    except ChatRefused:
+        return NONE
+    return format_of_template(source)

@@ -28,12 +28,16 @@ from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.text.tool_grammars import ToolGrammars
-from decode_service.edge.brought_output import ending_of_brought
-from decode_service.edge.client_writes import ClientWrites
-from decode_service.edge.live_request import Ending, LiveRequest
+from decode_service.edge.live_request import Ending, LiveRequest, ending_of_brought
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.matchers import Matchers
-from decode_service.edge.observer import RequestObserver, client_left
+from decode_service.edge.observer import (
+    RequestObserver,
+    client_left,
+    ending_attributes,
+    request_attributes,
+    sampling_attributes,
+)
 from decode_service.edge.replicas import ReplicaStates
 from decode_service.edge.request_checks import (
     GENERIC_TOOL_GRAMMARS,
@@ -47,9 +51,15 @@ from decode_service.edge.request_checks import (
     tenant_key,
 )
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
-from decode_service.edge.responses import PromptTokens, delta_event, finished_event, pool_load, started_event
+from decode_service.edge.responses import (
+    ClientWrites,
+    PromptTokens,
+    delta_event,
+    finished_event,
+    pool_load,
+    started_event,
+)
 from decode_service.edge.sampling_checks import check_token_ids
-from decode_service.edge.span_attributes import ending_attributes, request_attributes, sampling_attributes
 from decode_service.edge.text.output import OutputProcessor
 from decode_service.edge.text.prompts import Prompts
 from decode_service.messages import Command

@@ -15,8 +15,7 @@ import structlog
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
 from common.grammar.matcher import Matcher
 from common.priority import DEFAULT_AGEING, Ageing
-from common.rpc.fair_bytes import FairBytes, NoRoom
-from common.rpc.fair_places import FairPlaces, Full
+from common.rpc.fair_shares import FairBytes, FairPlaces, Full, NoRoom
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import num_bytes_of
 from common.service.engine_thread import EnginePort

@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from common.errors import InvalidRequest
-from common.grammar.matcher import Matcher, NewMatcher, allows, num_words
-from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.grammar.matcher import Matcher, NewMatcher, TokenRulesMatcher, allows, num_words
 from common.sampling.params import ResolvedSampling
 
 

@@ -19,7 +19,7 @@ from common.sampling.params import (
     NumberOption,
     ResolvedSampling,
 )
-from common.wire.codec_rows import grammar_of, reasoning_of
+from common.wire.codec_commands import grammar_of, reasoning_of
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256

@@ -22,7 +22,7 @@ from common.kv.layer_group import SeedColumnSpec
 from common.sampling.state import RowStart
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayedInputs
-from decode_service.speculate.draft_tree import DraftTree
+from decode_service.speculate.spec_info import DraftTree
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.device.cell import Cell
-from common.device.stream import Device, Event, Scope, Stream, wait_in_order
+from common.device.stream import Cell, Device, Event, Scope, Stream, wait_in_order
 from common.kv.layer_group import SeedColumnSpec
 
 _POISON = -1

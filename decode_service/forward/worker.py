@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.cell import Cell
-from common.device.stream import Device, Event, Measured, Scope, Stream
+from common.device.stream import Cell, Device, Event, Measured, Scope, Stream
 from common.device.upload import upload, upload_array
 from common.kv.pool import KvPool
 from common.model.target import Target, TargetOutput
@@ -30,7 +29,7 @@ from common.sampling.state import SamplingState
 from decode_service.forward.drafter import Drafter, Reading, Verified, forced_or
 from decode_service.forward.forward_batch import ForwardBatch, forward_input_of
 from decode_service.forward.future_map import FutureMap, RelayedInputs, RelayPayload
-from decode_service.speculate.draft_tree import DraftTree
+from decode_service.speculate.spec_info import DraftTree
 
 OnPublish = Callable[[Cell[Tensor]], None]
 """Called at most once, while the step is enqueued, with the cell that will hold the new lengths [B] of the step's rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.engine.parts import EngineConfig
+from common.engine import EngineConfig
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 
 

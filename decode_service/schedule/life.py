@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.engine.phases import PhaseRule
+from common.engine import PhaseRule
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.priority import Ageing
 from decode_service.messages import CancelHandoffRows, Event, Phase, PhaseBegan, Submit

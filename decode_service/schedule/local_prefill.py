@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common.device.errors import PieceFailed
-from common.device.stream import Stream
-from common.engine.parts import EngineParts
+from common.device.stream import PieceFailed, Stream
+from common.engine import EngineParts
 from common.errors import error_for_row_failure
 from common.grammar.matcher import Matcher
 from common.kv.pool import KvPool, RowLease

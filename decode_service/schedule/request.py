@@ -17,9 +17,9 @@ from common.grammar.matcher import Matcher
 from common.kv.pool import CacheKey, RowLease
 from common.priority import DEFAULT_AGEING, Ageing
 from common.prompts.awaited_kv import AwaitedKv
-from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
+from common.telemetry.stats import SpeculationCounts, Timings
 from decode_service.messages import Finished, FinishReason, Phase, Submit
 
 _KV_ON_ITS_WAY = frozenset((Phase.PREFILL, Phase.RECEIVING, Phase.TRANSFER))

@@ -13,7 +13,7 @@ from decode_service.schedule.life import RULES, Lives, Place
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
-from decode_service.schedule.shares import Shares
+from decode_service.schedule.waiting_queue import Shares
 
 
 class Retraction:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from common.sampling.params import MAX_END_TOKEN_IDS
 from common.sampling.state import RowStart
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.stats import SpeculationStats
 from decode_service.schedule.request import Request, SpeculationTally
 from decode_service.speculate.spec_info import SpecInfo
 

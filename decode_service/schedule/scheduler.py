@@ -16,19 +16,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.device.errors import PieceFailed
-from common.device.stream import NOT_YET, Scope, WakeUp, naming_a_lost_device, wait_in_order
+from common.device.stream import NOT_YET, PieceFailed, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
-from common.engine.outbox import Outbox
-from common.engine.parts import EngineParts
+from common.engine import EngineParts, Outbox
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize
 from common.kv.prefix_tree import PrefixTree
-from common.load import EngineLoad
 from common.sampling.state import RowStart
-from common.telemetry.step_stats import OnStep, StepStats
+from common.telemetry.stats import EngineLoad, OnStep, StepStats
 from common.telemetry.timeline import ENGINE, recorded
 from decode_service.forward.drafter import Drafter
 from decode_service.forward.forward_side import ForwardSide
@@ -63,9 +60,8 @@ from decode_service.schedule.results import (
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
-from decode_service.schedule.shares import Shares
 from decode_service.schedule.step import LaunchedStep, SealedStep
-from decode_service.schedule.waiting_queue import WaitingQueue
+from decode_service.schedule.waiting_queue import Shares, WaitingQueue
 from decode_service.speculate.depth import Depth
 
 _STEP_TIMEOUT_S = 300.0

@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.device.cell import Cell
-from common.device.stream import Device, Scope, Stream, wait_in_order
+from common.device.stream import Cell, Device, Scope, Stream, wait_in_order
 from common.device.stream import Event as StreamEvent
-from common.sampling.logprobs import unpack_logprobs
-from common.sampling.operators import Sampled, sampled_to_host
-from common.telemetry.step_stats import MaskStats, SpeculationStats
+from common.sampling.operators import Sampled, sampled_to_host, unpack_logprobs
+from common.telemetry.stats import MaskStats, SpeculationStats
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.worker import WorkerOutput
 from decode_service.schedule.request import Request

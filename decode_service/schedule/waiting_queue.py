@@ -1,17 +1,25 @@
-"""The queue of requests that hold no row yet."""
+"""The queue of requests that hold no row yet, and the shares that decide which client gets the next row, and which
+gives one up, by what each holds of the pool and has held.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 from common.priority import Ageing
 from decode_service.messages import Phase
 from decode_service.schedule.request import Request, Sharer
-from decode_service.schedule.shares import Shares
+
+OTHERS = "*"
+"""Stands for all clients without a weight of their own."""
+HORIZON_S = 10.0
+"""For how long a client is expected to keep what it holds, and how long turns are where there is too little for all."""
+_MAX_IDLE = 1024
 
 
 class WaitingQueue:
@@ -136,3 +144,206 @@ class WaitingQueue:
 
 def _turn(req: Request) -> tuple[float, int]:
     return req.turn
+
+
+Node: TypeAlias = Sharer | str
+"""A tenant of a client, or a client."""
+"""A tenant of a client, or a client."""
+
+
+class _Siblings:
+    """Keeps the charges, by name, of those who share one whole: of all clients, or of the tenants of one client."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._charges: dict[str, float] = {}
+        self._waiting: dict[str, None] = {}
+        self._floor = 0.0
+
+    @property
+    def num_charges(self) -> int:
+        return len(self._charges)
+
+    def weight(self, name: str) -> float:
+        return self._weights.get(name, self._weights.get(OTHERS, 1.0))
+
+    def charge_of(self, name: str) -> float:
+        return self._charges.get(name, self._floor)
+
+    def charge(self, parts: Mapping[str, float], seconds: float) -> None:
+        """Charges each for what it holds, in parts of the whole divided by weights, for `seconds`."""
+        for name, part in parts.items():
+            self._charges[name] = self.charge_of(name) + part * seconds
+        total = sum(part * self.weight(name) for name, part in parts.items())
+        if total:
+            self._floor += total * seconds / self.weight_of_those_that_wait_and(parts)
+
+    def weight_of_those_that_wait_and(self, others: Iterable[str]) -> float:
+        return sum(map(self.weight, {**self._waiting, **dict.fromkeys(others)}))
+
+    def begin_to_wait(self, name: str) -> None:
+        self._charges[name] = max(self.charge_of(name), self._floor)
+        self._waiting[name] = None
+
+    def end_to_wait(self, name: str) -> None:
+        del self._waiting[name]
+
+    def forget_idle(self) -> None:
+        while len(self._charges) - len(self._waiting) > _MAX_IDLE:
+            del self._charges[min(self._charges.keys() - self._waiting.keys(), key=self.charge_of)]
+
+
+class Shares:
+    """Says which client is served first, and which gives way. Only the engine thread calls it.
+
+    A client's part is what it holds of the pool's rows or of its slots, whichever is more, divided by its weight. While
+    requests wait, each client is charged its part for every second. The client with the smallest standing, which is its
+    charge and HORIZON_S times its part, has the next turn, and the one with the largest gives way. So clients that
+    always have requests waiting hold parts in proportion to their weights, and over time also where parts are coarse.
+    The tenants of one client share what it holds in the same way, all with the same weight.
+
+    Who begins to wait gets at least the charge of one that had always held what is its by its weight: it has saved
+    nothing up while it did not ask. That charge grows with all that anyone is charged, so clients that come for the
+    first time, however many, do not pass one that waits for ever.
+
+    `weights` has the weight of each client, and that of all others as OTHERS, or 1. The charges of at most 1024 clients
+    that do not wait are kept, the largest ones.
+    """
+
+    def __init__(self, weights: Mapping[str, float], *, max_rows: int, num_slots: int) -> None:
+        self._max_rows = max_rows
+        self._num_slots = num_slots
+        self._clients = _Siblings(weights)
+        self._tenants: dict[str, _Siblings] = {}  # of each client of which some wait or hold rows
+        self._num_waiting: Counter[str] = Counter()  # tenants of each client
+        self._looked_s: float | None = None
+        # At the last look: the part that is fair for a client of weight 1, and how many tenants of a client share its
+        self._fair = 1.0
+        self._num_tenants: dict[str, float] = {}
+        self._rows: Counter[Node] = Counter()
+        self._tokens: Counter[Node] = Counter()
+
+    @property
+    def num_charges(self) -> int:
+        return self._clients.num_charges
+
+    def num_tenants(self, client: str) -> int:
+        """Returns how many tenants of a client have waited or held rows lately."""
+        return self._tenants[client].num_charges if client in self._tenants else 0
+
+    def look(self, holding: Iterable[Request], now_s: float) -> None:
+        """Notes what the requests that hold rows have, and charges for the time since the last look, by the engine's
+        clock.
+        """
+        if self._looked_s is not None:
+            self._charge(now_s - self._looked_s)
+        self._looked_s = now_s
+        self._rows.clear()
+        self._tokens.clear()
+        held: dict[Sharer, list[int]] = {}  # each step may look, so rows are added up before anything else
+        for req in holding:
+            assert req.lease is not None
+            held.setdefault(req.sharer, []).append(req.lease.num_tokens)
+        for sharer, nums_tokens in held.items():
+            self.gets(sharer, sum(nums_tokens), num_rows=len(nums_tokens))
+        self._clients.forget_idle()
+        of_holders: defaultdict[str, set[str]] = defaultdict(set)
+        for client, tenant in self._sharers():
+            of_holders[client].add(tenant)
+        for client in self._tenants.keys() - self._num_waiting.keys() - of_holders.keys():
+            del self._tenants[client]
+        self._fair = 1.0 / (self._clients.weight_of_those_that_wait_and(of_holders) or 1.0)
+        self._num_tenants = {
+            client: tenants.weight_of_those_that_wait_and(of_holders[client]) or 1.0
+            for client, tenants in self._tenants.items()
+        }
+        for tenants in self._tenants.values():
+            tenants.forget_idle()
+
+    def rest(self) -> None:
+        """Charges nothing until the next look, because nobody waits."""
+        self._looked_s = None
+
+    def gets(self, sharer: Sharer, num_tokens: int, *, num_rows: int = 1) -> None:
+        """Notes that a client, for one of its tenants, holds `num_rows` more, with `num_tokens` slots."""
+        for node in (sharer[0], sharer):
+            self._rows[node] += num_rows
+            self._tokens[node] += num_tokens
+
+    def gives(self, sharer: Sharer, num_tokens: int) -> None:
+        """Notes that a client holds one row less, which had `num_tokens` slots."""
+        self.gets(sharer, -num_tokens, num_rows=-1)
+
+    def standing(self, sharer: Sharer) -> tuple[float, float]:
+        """Returns the standing of a client, and that of its tenant, with what they hold, in seconds of the pool."""
+        tenants = self._tenants.get(sharer[0])
+        charge = 0.0 if tenants is None else tenants.charge_of(sharer[1])
+        return (
+            self._clients.charge_of(sharer[0]) + HORIZON_S * self._part(sharer[0]),
+            charge + HORIZON_S * self._part(sharer),
+        )
+
+    def client_with(self, sharer: Sharer, num_tokens: int) -> float:
+        """Returns the standing of a client if it held one row more, with `num_tokens` slots."""
+        return self._clients.charge_of(sharer[0]) + HORIZON_S * self._part(sharer[0], 1, num_tokens)
+
+    def tenant_with(self, sharer: Sharer, num_tokens: int) -> float:
+        """Returns the standing of a tenant that waits, among those of its client, if it held one row more."""
+        return self._tenants[sharer[0]].charge_of(sharer[1]) + HORIZON_S * self._part(sharer, 1, num_tokens)
+
+    def gives_way(self, sharer: Sharer, num_given: int, waiting: Sharer, num_tokens: int) -> bool:
+        """Returns whether a request with `num_given` slots gives way to one that waits and takes `num_tokens`.
+
+        It does if its client (or its tenant, if the client is the same) stands behind the waiting one even with what
+        that gets, and one of these is true: it has at least as much left as that then has; it holds more than its fair
+        part, and that then does not; or it was charged for HORIZON_S more of what it holds. By the last one, parts that
+        are too coarse for all are held in turn.
+        """
+        holder: Node
+        waiter: Node
+        if sharer[0] == waiting[0]:
+            holder, waiter, siblings = sharer, waiting, self._tenants[sharer[0]]
+            charges = siblings.charge_of(sharer[1]), siblings.charge_of(waiting[1])
+            fair = self._clients.weight(sharer[0]) * self._fair / self._num_tenants[sharer[0]]
+        else:
+            holder, waiter, fair = sharer[0], waiting[0], self._fair
+            charges = self._clients.charge_of(holder), self._clients.charge_of(waiter)
+        held, gained = self._part(holder), self._part(waiter, 1, num_tokens)
+        if charges[0] + HORIZON_S * held <= charges[1] + HORIZON_S * gained:
+            return False
+        left = self._part(holder, -1, -num_given)
+        return left >= gained or held > fair >= gained or charges[0] - charges[1] >= HORIZON_S * held
+
+    def begin_to_wait(self, sharer: Sharer) -> None:
+        client, tenant = sharer
+        if not self._num_waiting[client]:
+            self._clients.begin_to_wait(client)
+        self._num_waiting[client] += 1
+        self._tenants.setdefault(client, _Siblings({})).begin_to_wait(tenant)
+
+    def end_to_wait(self, sharer: Sharer) -> None:
+        client, tenant = sharer
+        self._tenants[client].end_to_wait(tenant)
+        self._num_waiting[client] -= 1
+        if not self._num_waiting[client]:
+            del self._num_waiting[client]
+            self._clients.end_to_wait(client)
+
+    def _sharers(self) -> Iterator[Sharer]:
+        return (node for node in self._rows if isinstance(node, tuple))
+
+    def _part(self, node: Node, num_rows: int = 0, num_tokens: int = 0) -> float:
+        """Returns the part of a client or a tenant, with so many rows and slots more."""
+        of_rows = (self._rows[node] + num_rows) / self._max_rows
+        of_slots = (self._tokens[node] + num_tokens) / self._num_slots
+        return max(of_rows, of_slots) / (self._clients.weight(node) if isinstance(node, str) else 1.0)
+
+    def _charge(self, seconds: float) -> None:
+        parts: dict[str, float] = {}
+        of_tenants: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for client, tenant in self._sharers():
+            parts[client] = self._part(client)
+            of_tenants[client][tenant] = self._part((client, tenant))
+        self._clients.charge(parts, seconds)
+        for client, tenants in of_tenants.items():
+            self._tenants.setdefault(client, _Siblings({})).charge(tenants, seconds)

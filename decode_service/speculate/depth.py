@@ -6,7 +6,7 @@ committed tokens, and the stream's wait for the next step, which cannot be prepa
 with the most tokens per second is chosen; depth 0 is decoding without drafts. Now and then a step probes another depth
 to measure it: one that was not measured yet, or a neighbour of the best.
 
-At depth 0 the draft head does not read each token; it catches up now and then (draft_backlog.py), and every step is
+At depth 0 the draft head does not read each token; it catches up now and then (`DraftBacklog`), and every step is
 charged its share of that. Drafting needs a draft seed from the step before. A step of depth 0 leaves one only if the
 head catches up in that step, and drafts must pay for that too.
 
@@ -30,7 +30,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.stats import SpeculationStats
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.step_times import StepTimes
 

@@ -17,7 +17,7 @@ from statistics import median_high
 import numpy as np
 from numpy.typing import NDArray
 
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.stats import SpeculationStats
 from decode_service.speculate.spec_info import MAX_UNREAD, SpecInfo
 
 _NUM_TIMES = 8

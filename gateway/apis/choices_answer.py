@@ -8,14 +8,13 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Protocol
 
-from baton.client.event_order import CompletionBuilder
+from baton.client.generation import CompletionBuilder
 from baton.events import Completion, Delta, Event, Finished, FinishReason, PromptLogprobs, Started
 from common.text.output_formats import OutputFormat
-from gateway.apis.api import Admitted
+from gateway.apis.api import Admitted, TokenCounts
 from gateway.errors import ApiError, openai_error
 from gateway.plan import Plan
 from gateway.sending import ServerEvent
-from gateway.tally import TokenCounts
 
 DONE = ServerEvent("[DONE]")
 

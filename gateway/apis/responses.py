@@ -13,7 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from baton.events import Delta, Event, Finished, FinishReason, PositionLogprobs
 from common.text.chat_messages import ChatMessage, ToolCall
-from gateway.apis.api import Admitted, Api
+from gateway.apis.api import Admitted, Api, TokenCounts
 from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -37,7 +37,6 @@ from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatInput, Plan
 from gateway.reasoning import ReasoningFields, ReasoningOptions
 from gateway.sending import ServerEvent
-from gateway.tally import TokenCounts
 from gateway.tools import parse_tools
 
 _INPUT_SCHEMA: JsonSchemaValue = {

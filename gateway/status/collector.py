@@ -23,12 +23,12 @@ from common.rpc.name_lookup import LookUp, look_up
 from gateway.status.figures import (
     DECODE_PHASES,
     PREFILL_PHASES,
+    Increase,
     acceptance_of,
     cached_share_of,
     outcomes_of,
     quantiles_of,
 )
-from gateway.status.series import Increase
 from gateway.status.snapshot import Gateway, Outdated, PairStatus, Rate, ServiceFigures, ServiceStatus, Snapshot
 from gateway.status.watched import (
     Members,

@@ -17,8 +17,16 @@ from baton.server_info import InferenceLoad
 from common.addresses import DnsName, address_of, host_and_port, is_name, parse_name
 from common.rpc.bearer_tokens import authorization
 from common.rpc.name_lookup import LookedUpName, LookUp
-from gateway.status.figures import figures_of, pool_of, role_of
-from gateway.status.series import Exposition, Increase, Interval, SampleWindow, parse_exposition
+from gateway.status.figures import (
+    Exposition,
+    Increase,
+    Interval,
+    SampleWindow,
+    figures_of,
+    parse_exposition,
+    pool_of,
+    role_of,
+)
 from gateway.status.snapshot import Decode, ReplicaFigures, ServiceStatus
 
 

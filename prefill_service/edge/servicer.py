@@ -29,20 +29,18 @@ from common.errors import (
     Overloaded,
     PrefillUnavailable,
 )
-from common.grammar.matcher import Matcher, NewMatcher, no_matchers
-from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.grammar.matcher import Matcher, NewMatcher, TokenRulesMatcher, no_matchers
 from common.kv.shared_pool import SharedPool
-from common.load import PoolCounts
+from common.rpc.aio import whole_read
 from common.rpc.errors import abort_with
 from common.rpc.messages import ProtocolError, require
-from common.rpc.reads import whole_read
 from common.service.engine_thread import EnginePort
+from common.telemetry.stats import PoolCounts
 from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.wire.codec_commands import PrefillBatch, ReleaseSegments, decode_command
-from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import Fingerprint, first_difference
+from common.wire.fingerprint import Fingerprint, encode_fingerprint, first_difference
 from common.wire.handoff import (
     MAX_CALL_ROWS,
     Accepted,
@@ -53,9 +51,15 @@ from common.wire.handoff import (
     frame_figures,
     unsent_bytes,
 )
-from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import ReplicaLimits, RowNumbering, check_row, no_room_for_row, unmatched_row
-from prefill_service.edge.row_traces import RowTraces
+from prefill_service.edge.call import (
+    HandoffCall,
+    ReplicaLimits,
+    RowNumbering,
+    check_row,
+    no_room_for_row,
+    unmatched_row,
+)
+from prefill_service.edge.observer import RowTraces
 from prefill_service.messages import (
     BytesSent,
     CancelCallRows,

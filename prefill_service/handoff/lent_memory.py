@@ -1,7 +1,10 @@
-"""Places a prefill service's KV pool in memory that receivers can read, if the setting `kv_transport` says so."""
+"""Places a prefill service's KV pool in memory that receivers can read, if the setting `kv_transport` says so: they map
+it, or read it through NIXL (a GPU and RDMA transfer library), which runs in a process that has mapped the pool.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -11,8 +14,16 @@ from common.config.settings import KvTransport
 from common.errors import StartupError
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_pool import DIRECTORY, SharedPool, sweep
-from common.nixl.child import NixlError
-from prefill_service.handoff.nixl_lender import NixlLender
+from common.nixl.backoff import Backoff
+from common.nixl.child import NixlError, TransferProcess
+
+_MAX_DOUBLINGS = 9
+"""How many times in a row the wait before a restart may double. The wait grows because each end of the process breaks
+calls.
+"""
+_TIMEOUT_S = 10.0
+_SERVING_INTERVAL_S = 0.0005
+_IDLE_INTERVAL_S = 0.02  # the longest that a new receiver waits for its connection
 
 _log = structlog.get_logger(__name__)
 
@@ -87,3 +98,77 @@ class LentMemory:
             await self._lender.close()
         if self.pool is not None:
             self.pool.close()
+
+
+class NixlLender:
+    """Runs the NIXL process that serves receivers' reads. For the event loop only.
+
+    Baton's receivers only read; the library cannot prevent others from writing.
+    """
+
+    def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
+        """Creates a lender whose process is not started yet.
+
+        `file` is the descriptor of the file that holds the pool's memory; keep it open while this object exists.
+        `restart_s` is the first wait before a restart, in seconds.
+        """
+        self._file = file
+        self._backoff = Backoff(first_s=restart_s, max_doublings=_MAX_DOUBLINGS)
+        self._process: TransferProcess | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def offer(self) -> prefill_pb2.NixlPool:
+        """The data that a receiver needs to read the pool. It is empty while the pool cannot be read."""
+        if self._process is None or not self._process.is_usable:
+            return prefill_pb2.NixlPool()
+        return prefill_pb2.NixlPool(agent_metadata=self._process.metadata, address=self._process.address)
+
+    async def open(self) -> None:
+        """Starts the process. Raises NixlError if it does not start."""
+        self._process = await TransferProcess.started(self._file, timeout_s=_TIMEOUT_S)
+        self._backoff.succeeded()
+
+    def follow(self, is_serving: Callable[[], bool]) -> None:
+        """Serves receivers from now on. `is_serving` says whether the service has a handoff call.
+
+        While it has none, the process polls for reads less often, and a new receiver waits longer. If the process
+        ends, it is restarted after `restart_s`. That wait doubles each time, up to a limit, and starts over if the
+        process lasted longer than the wait before it.
+        """
+        self._following = asyncio.create_task(self._follow(is_serving), name="nixl")
+
+    async def close(self) -> None:
+        """Ends the process, after which no receiver can read the pool."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        if self._process is not None:
+            await self._process.close()
+
+    async def _follow(self, is_serving: Callable[[], bool]) -> None:
+        while True:
+            try:
+                if self._process is None or not self._process.is_usable:
+                    await self.open()
+                assert self._process is not None
+                await _keep_pace(self._process, is_serving)
+            except NixlError as error:
+                wait_s = self._backoff.next_wait_s()
+                _log.warning("kv_over_grpc", reason=str(error), seconds=wait_s)
+                await asyncio.sleep(wait_s)
+
+
+async def _keep_pace(process: TransferProcess, is_serving: Callable[[], bool]) -> None:
+    """Makes the process poll for reads often while `is_serving` returns True, and seldom otherwise.
+
+    Runs until the process has ended, and raises NixlError then.
+    """
+    told_s = 0.0
+    while process.is_usable:
+        interval_s = _SERVING_INTERVAL_S if is_serving() else _IDLE_INTERVAL_S
+        if interval_s != told_s:
+            await process.serve(interval_s)
+            told_s = interval_s
+        await asyncio.sleep(_IDLE_INTERVAL_S)
+    raise NixlError("NIXL: its process ended")

@@ -16,9 +16,15 @@ from common.kv.pool import KvPool
 from common.kv.shared_pool import SharedPool
 from common.prompts.chunk_batch import Chunk
 from common.wire.handoff import NewFramedKv
-from prefill_service.handoff.copying_sender import CopyingSender
-from prefill_service.handoff.lending_sender import LendingSender
-from prefill_service.handoff.segments import SegmentSender, SentKv, UnsentKv, first_sent, sent_tokens
+from prefill_service.handoff.segments import (
+    CopyingSender,
+    LendingSender,
+    SegmentSender,
+    SentKv,
+    UnsentKv,
+    first_sent,
+    sent_tokens,
+)
 from prefill_service.messages import BytesSent, SegmentsReturned
 from prefill_service.prompt import Prompt
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.engine.parts import EngineConfig
+from common.engine import EngineConfig
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 
 

@@ -18,23 +18,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.device.errors import DeviceTimeout, PieceFailed
+from common.device.stream import DeviceTimeout, PieceFailed, WakeUp, naming_a_lost_device
 from common.device.stream import Event as StreamEvent
-from common.device.stream import WakeUp, naming_a_lost_device
-from common.engine.outbox import Outbox
-from common.engine.parts import EngineParts
+from common.engine import EngineParts, Outbox
 from common.errors import RowFailure
 from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize
 from common.kv.prefix_tree import PrefixTree
 from common.kv.shared_pool import SharedPool
-from common.load import EngineLoad
 from common.prompts.awaited_kv import awaited_kv
 from common.prompts.chunk_batch import Chunk, ChunkBatch
 from common.prompts.computing import ChunksInFlight, FirstTokens, PromptChunks
 from common.prompts.worker import Meanwhile
 from common.sampling.state import SamplingState
-from common.telemetry.step_stats import OnStep, StepStats
+from common.telemetry.stats import EngineLoad, OnStep, StepStats
 from common.telemetry.timeline import ENGINE, recorded
 from common.wire.handoff import NewFramedKv, RowFailed, RowLogprobs
 from prefill_service.handoff.segments import SentKv, sent_bytes, sent_tokens
@@ -55,9 +52,8 @@ from prefill_service.messages import (
     RowStarted,
     SegmentsReturned,
 )
-from prefill_service.prompt import Prompt, PromptPhase
+from prefill_service.prompt import Prompt, PromptLives, PromptPhase
 from prefill_service.schedule.config import PrefillConfig
-from prefill_service.schedule.life import PromptLives
 
 _STEP_TIMEOUT_S = 300.0
 _RETRY_AFTER_MS = 200

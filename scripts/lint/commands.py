@@ -12,9 +12,7 @@ from typing import Any
 import typer.main
 
 from baton.cli.main import app
-from common.config.gateway_settings import GatewaySettings
-from common.config.process_settings import ProcessSettings
-from common.config.settings import DecodeSettings, PrefillSettings
+from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings
 from scripts.lint.pages import all_pages, quoted_commands
 from scripts.lint.problem import ROOT, Problem, line_of
 

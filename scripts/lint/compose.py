@@ -15,10 +15,8 @@ import yaml
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings
-from common.config.process_settings import ProcessSettings
-from common.config.settings import DecodeSettings, PrefillSettings
+from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings
 from common.errors import ConfigError
 from common.kv.shared_pool import DIRECTORY
 from scripts.lint.problem import ROOT, Problem, set_apart, unequal

@@ -8,16 +8,12 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from common.grammar.grammar import GrammarKind
-from common.load import EngineLoad, PoolCounts
-from common.telemetry.engine_metrics import EngineMetrics
-from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
-from common.telemetry.request_metrics import RequestMetrics
-from common.telemetry.speculation_metrics import SpeculationMetrics
-from common.telemetry.step_stats import MaskStats, SpeculationStats, StepStats
+from common.telemetry.metrics import EngineMetrics, GrammarMetrics, MaskMetrics, RequestMetrics, SpeculationMetrics
+from common.telemetry.stats import EngineLoad, MaskStats, PoolCounts, SpeculationStats, StepStats
 from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import FinishReason
-from gateway.metrics import GatewayMetrics
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
+from gateway.request_record import GatewayMetrics
+from prefill_service.edge.observer import HandoffMetrics
 
 LOAD = EngineLoad(PoolCounts(total=1, free=1), PoolCounts(total=1, free=1), num_queued=0, num_running=0, num_steps=0)
 SPECULATION = SpeculationStats(num_levels=1, accept_lens=(1,), draft_s=0.1, verify_s=0.1, extend_s=0.1)

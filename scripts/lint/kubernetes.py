@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.service_process import READY_SERVICE
 from common.kv.shared_pool import DIRECTORY as SHARED_MEMORY
-from common.telemetry.engine_metrics import POOL_STATES
+from common.telemetry.metrics import POOL_STATES
 from scripts.lint.compose import CPU, DOCKERFILE, GPU, KINDS, filled, services, settings_from
 from scripts.lint.exports import exported
 from scripts.lint.problem import Problem, set_apart, unequal

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 import common.errors
 from common.errors import BatonError, RowFailure
 from common.grammar.grammar import GrammarKind
-from common.load import EngineLoad, PoolCounts
+from common.telemetry.stats import EngineLoad, PoolCounts
 from decode_service.messages import FinishReason
 from scripts.lint.pages import CODE_PACKAGES, DOCS, all_pages, code_spans, module_name, sources, table_rows
 from scripts.lint.problem import ROOT, Problem, line_of, set_apart

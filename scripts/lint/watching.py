@@ -10,11 +10,10 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from common.grammar.grammar import GrammarKind
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from decode_service.messages import FinishReason
-from gateway.metrics import GatewayMetrics
-from gateway.request_record import route_of
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
+from gateway.request_record import GatewayMetrics, route_of
+from prefill_service.edge.observer import HandoffMetrics
 from scripts.lint.exports import exported
 from scripts.lint.problem import ROOT, Problem, set_apart, unequal
 from tests.compose.panels import read_panels
@@ -127,7 +126,7 @@ def the_gateway_exposes_every_status_of_its_page_before_the_first_request() -> I
     statuses = {*re.findall(r"^\| (\d{3}) \|", GATEWAY_PAGE.read_text(), re.MULTILINE), "200", "499"}
     wanted = {f"{status} of {route_of(path)}" for path in PATHS for status in statuses}
     there = {f"{labels['status']} of {labels['route']}" for labels in requests}
-    yield from set_apart(ROOT / "gateway/metrics.py", "status", there, wanted)
+    yield from set_apart(ROOT / "gateway/request_record.py", "status", there, wanted)
 
 
 def every_alert_has_a_test() -> Iterator[Problem]:

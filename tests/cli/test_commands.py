@@ -19,7 +19,7 @@ from typing import Any, Self
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.cli import plan
+from baton.cli import services
 from baton.cli.main import app
 from baton.errors import Unavailable
 from baton.running_pairs import announced
@@ -378,7 +378,7 @@ def test_plan_says_what_it_watches_before_it_looks(monkeypatch: pytest.MonkeyPat
     def looked(addresses: list[str], **_: Any) -> None:
         raise Unavailable(f"looked at {addresses}")
 
-    monkeypatch.setattr(plan, "sample_loads", looked)
+    monkeypatch.setattr(services, "sample_loads", looked)
     result = run("plan", "-a", "h:1", "-a", "h:2", "--window-s", "30")
     assert result.stderr == "watching for 30 s: h:1, h:2\nUNAVAILABLE: looked at ['h:1', 'h:2']\n"
     assert run("plan", "-a", "h:1, h:2,", "--window-s", "30").stderr == result.stderr

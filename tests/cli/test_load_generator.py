@@ -13,7 +13,7 @@ from baton import AsyncClient
 from baton.cli.main import app
 from baton.errors import Unavailable
 from baton.load_generator import RequestRecord, Workload, percentile, run_workload, summarize
-from common.request_stats import Timings
+from common.telemetry.stats import Timings
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
 WORKLOAD = Workload(concurrency=2, num_requests=2, num_prompt_tokens=4, num_new_tokens=3)

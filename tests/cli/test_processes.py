@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli.demo_answer import TOKEN_IDS
+from baton.cli.demo import ANSWER_TOKEN_IDS
 from baton.cli.main import app
 from baton.errors import InvalidArgument
 from baton.local_pair import LocalPair
@@ -461,7 +461,7 @@ def test_demo_ends_well_with_the_committed_answer_and_the_speed_of_a_pair_as_it_
     command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch, trouble: str, words: str
 ) -> None:
     monkeypatch.setenv("FAKE_PREFILL", trouble)
-    monkeypatch.setenv("FAKE_DECODE", f"--fake-token-ids={','.join(map(str, TOKEN_IDS))}{trouble}")
+    monkeypatch.setenv("FAKE_DECODE", f"--fake-token-ids={','.join(map(str, ANSWER_TOKEN_IDS))}{trouble}")
     demo = command("demo")
     out, said = demo.process.communicate(timeout=BOUND_S)
     status, lines = demo.process.returncode, [json.loads(line) for line in out.splitlines()]
@@ -479,4 +479,4 @@ def test_demo_fails_on_any_other_answer(command: Callable[..., Command]) -> None
     status, lines = command("demo").end()
     assert status == 1
     assert (lines[-1]["event"], lines[-1]["reason"]) == ("error", "DEMO_ANSWER_DIFFERS")
-    assert lines[-1]["message"] == f"token 0 is 0, committed is {TOKEN_IDS[0]}"
+    assert lines[-1]["message"] == f"token 0 is 0, committed is {ANSWER_TOKEN_IDS[0]}"

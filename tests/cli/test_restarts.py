@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ServiceDied
-from baton.restarts import FIRST_WAIT_S, MAX_FAILED_STARTS, MAX_WAIT_S, WELL_S, Ended, Restarts, StartedAgain
-from baton.service_process import ChildProcess
+from baton.service_process import (
+    FIRST_WAIT_S,
+    MAX_FAILED_STARTS,
+    MAX_WAIT_S,
+    WELL_S,
+    ChildProcess,
+    Ended,
+    Restarts,
+    StartedAgain,
+)
 
 
 class ScriptedProcess(ChildProcess):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.timeline import EventKind, ServiceTimeline, TimelineEvent
-from baton.trace_file import trace_events
+from baton.timeline import EventKind, ServiceTimeline, TimelineEvent, trace_events
 
 
 def timeline(service: str, *, start_ns: int, unix_offset_ns: int, clock_id: str) -> ServiceTimeline:

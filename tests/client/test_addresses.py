@@ -12,7 +12,7 @@ from google.rpc import code_pb2
 
 from baton import AsyncClient, Client, errors
 from baton.client import Tls
-from baton.client.target import parse_target
+from baton.client.channel import parse_target
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, failure, finished, started
 
 

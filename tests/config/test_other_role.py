@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import load_settings
-from common.config.other_role import FIXED, SETTINGS_OF, other_settings
+from common.config.load import FIXED, SETTINGS_OF, load_settings, other_settings
 from common.config.settings import DecodeSettings, PrefillSettings, Role
 from common.errors import ConfigError
 

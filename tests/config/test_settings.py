@@ -8,10 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from common.config.fast_paths import FastPath
-from common.config.gateway_settings import GatewaySettings
 from common.config.load import load_settings, log_format_asked
-from common.config.process_settings import ProcessSettings
-from common.config.settings import DecodeSettings, PrefillSettings
+from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings
 from common.errors import ConfigError
 
 

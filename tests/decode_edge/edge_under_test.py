@@ -19,14 +19,13 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.grammar.grammar import Grammar, GrammarKind
 from common.sampling.params import TokenLogprobs
 from common.service.server import ServerLimits, ServiceServer
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from common.telemetry.timeline import Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.text.grammar_compiler import GrammarCompiler
 from common.text.grammars import Grammars
 from common.text.tokenizer import TextTokenizer
-from decode_service.edge.decode_edge import DecodeEdge
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.decode_edge import DecodeEdge, EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer, Served
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES, LiveRequests
 from decode_service.edge.matchers import MatchersHere

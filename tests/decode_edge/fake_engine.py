@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from common.load import EngineLoad, PoolCounts
 from common.service.engine_thread import EnginePort
+from common.telemetry.stats import EngineLoad, PoolCounts
 from decode_service.messages import Abort, Command, FinishAtStop, Submit
 
 BOUND_S = 30.0

@@ -25,15 +25,14 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, roles_pb2, roles_pb2_grp
 from common.config.settings import DecodeSettings, Role
 from common.errors import BatonError, ConfigError, Draining, EngineLost, InvalidRequest, Overloaded, StartupError
 from common.grammar.grammar import Grammar
-from common.grammar.matcher import Matcher
+from common.grammar.matcher import Matcher, TokenRulesMatcher
 from common.grammar.reasoning import Reasoning
-from common.grammar.token_rules_matcher import TokenRulesMatcher
-from common.request_stats import Timings
 from common.rpc.grpc_options import channel_options
 from common.service.roles import RoleSwitch
+from common.telemetry.stats import Timings
 from common.telemetry.timeline import Timeline
 from decode_service.edge.assembly import EdgePlan
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.decode_edge import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE
 from decode_service.edge.live_requests import MAX_PROMPT_LOGPROB_BYTES
 from decode_service.edge.matchers import MatchersHere

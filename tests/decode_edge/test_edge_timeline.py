@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from common.request_stats import Timings
+from common.telemetry.stats import Timings
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from decode_service.messages import Finished, FinishReason, Submit, Tokens
 from tests.decode_edge.edge_under_test import events_of, ids_in, running_edge

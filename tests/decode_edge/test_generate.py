@@ -10,10 +10,10 @@ import pytest
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from common.errors import PrefillUnavailable
-from common.request_stats import Timings
 from common.rpc.bearer_tokens import authorization
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
+from common.telemetry.stats import Timings
 from common.text.tokenizer import TextTokenizer
 from common.wire.handoff import HandoffRow
 from decode_service.edge.live_request import Ending, LiveRequest

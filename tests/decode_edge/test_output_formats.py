@@ -8,7 +8,7 @@ import pytest
 
 from common.config.settings import DecodeSettings
 from common.text.output_formats import HARMONY, HERMES, LLAMA3, MISTRAL, NONE, OutputFormat, Section, format_of_template
-from decode_service.edge.model_info import output_format_of
+from decode_service.edge.assembly import output_format_of
 from tests.decode_edge.tokenizers_for_tests import byte_level
 
 

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from baton.v1 import inference_pb2
 from common.errors import EngineFault
-from common.request_stats import SpeculationCounts, Timings
+from common.telemetry.stats import SpeculationCounts, Timings
 from decode_service.messages import Failed, Finished, FinishReason
 from tests.decode_edge.edge_under_test import AloneContext, Edge, events_of, running_edge, tokens_of
 from tests.decode_edge.fake_engine import until

@@ -11,11 +11,10 @@ from typing import Any, cast
 import pytest
 
 from common.errors import EngineFault
-from common.request_stats import Timings
 from common.sampling.params import TokenLogprobs
-from decode_service.edge import event_router
-from decode_service.edge.event_router import EventRouter
-from decode_service.edge.unread_events import UnreadEvents
+from common.telemetry.stats import Timings
+from decode_service.edge import decode_edge
+from decode_service.edge.decode_edge import EventRouter, UnreadEvents
 from decode_service.messages import Failed, Finished, FinishReason, PromptScored, Tokens
 
 LOGPROBS = [TokenLogprobs(-float(number), (number,), (-float(number),)) for number in range(4)]
@@ -63,7 +62,7 @@ def new_router(slow: _Slow) -> EventRouter:
 
 
 async def test_an_engine_that_is_faster_leaves_the_loop_time_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_router, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(decode_edge, "PATIENCE_S", 30.0)
     num_steps, slow = 300, _Slow()
     router = new_router(slow)
 
@@ -79,12 +78,12 @@ async def test_an_engine_that_is_faster_leaves_the_loop_time_and_waits_for_it(mo
             turns.append(sum(slow.num_tokens))
             await asyncio.sleep(0)
     engine.join()
-    assert max(later - earlier for earlier, later in pairwise(turns)) <= event_router.MAX_AHEAD + 1
+    assert max(later - earlier for earlier, later in pairwise(turns)) <= decode_edge.MAX_AHEAD + 1
 
 
 async def test_events_that_nobody_takes_delay_the_engine_by_a_bounded_time() -> None:
     router = new_router(_Slow())
     began_s = time.monotonic()
-    for step in range(event_router.MAX_AHEAD + 2):
+    for step in range(decode_edge.MAX_AHEAD + 2):
         router.deliver([Tokens(("a",), (1,), (step,))])
-    assert 2 * event_router.PATIENCE_S <= time.monotonic() - began_s < 300 * event_router.PATIENCE_S
+    assert 2 * decode_edge.PATIENCE_S <= time.monotonic() - began_s < 300 * decode_edge.PATIENCE_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.device.cell import Cell
+from common.device.stream import Cell
 
 
 def test_a_cell_is_set_once_and_gives_back_what_was_set() -> None:

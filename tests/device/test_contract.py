@@ -8,8 +8,7 @@ import weakref
 import pytest
 import torch
 
-from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
-from common.device.stream import Scope, Stream
+from common.device.stream import DeviceTimeout, PieceFailed, Scope, Stream, StreamClosed
 from tests.device.rigs import BOUND_S, SOON_S, Rig, boom, finish
 from tests.support.scripted_device import ScriptedDevice
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from common.device.cpu import CpuDevice
-from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
-from common.device.stream import Event, Scope, Stream, StreamKind
+from common.device.stream import DeviceTimeout, Event, PieceFailed, Scope, Stream, StreamClosed, StreamKind
 from tests.device.rigs import BOUND_S, SOON_S, finish
 
 

@@ -17,15 +17,22 @@ from torch import Tensor
 
 from common.device import cuda as cuda_module
 from common.device.cuda import CudaEvent
-from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed
 from common.device.factory import open_device
 from common.device.piece import failure_of
-from common.device.stream import Scope, naming_a_lost_device, raise_if_device_failed, wait_in_order
+from common.device.stream import (
+    DeviceLost,
+    DeviceTimeout,
+    PieceFailed,
+    Scope,
+    naming_a_lost_device,
+    raise_if_device_failed,
+    wait_in_order,
+)
 from common.device.upload import across_devices, upload
 from common.errors import ConfigError, StartupError
-from common.load import EngineLoad, PoolCounts
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.watchdog import Watchdog
+from common.telemetry.stats import EngineLoad, PoolCounts
 from tests.device.fake_cuda import CudaDeviceOnFake, FakeCuda, FakeEvent, FakeStream
 from tests.device.rigs import BOUND_S
 

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from common.device.errors import PieceFailed
-from common.device.stream import StreamKind, StreamProgress
+from common.device.stream import PieceFailed, StreamKind, StreamProgress
 from tests.device.rigs import BOUND_S, Rig, boom, finish
 
 

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
-from common.device.stream import Scope
+from common.device.stream import DeviceTimeout, PieceFailed, Scope, StreamClosed
 from tests.device.rigs import BOUND_S, boom
 from tests.support.scripted_device import NotReady, ScriptedDevice, ScriptedStream, pick_with, refuse, run_needed
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.checkpoints import draft_source
-from common.checkpoints.draft_source import check_draft, resolve_draft
+from common.checkpoints import source
+from common.checkpoints.source import check_draft, resolve_draft
 from common.errors import StartupError
 
 
@@ -65,7 +65,7 @@ def test_from_the_hub_bin_files_are_fetched_only_where_there_is_nothing_better(
         asked.append(patterns)
         return save_bin(tmp_path / "bin", {"a": torch.ones(1)}) if "pytorch_model*.bin" in patterns else tmp_path
 
-    monkeypatch.setattr(draft_source, "fetch_from_hub", fetch)
+    monkeypatch.setattr(source, "fetch_from_hub", fetch)
     directory = resolve_draft("owner/name", cache_dir=tmp_path / "cache")
     assert [path.name for path in directory.glob("*.safetensors")] == ["pytorch_model.safetensors"]
     assert [("pytorch_model*.bin" in patterns, "*.safetensors" in patterns) for patterns in asked] == [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton import Client, Completion, Delta
-from baton.client.event_order import CompletionBuilder
+from baton.client.generation import CompletionBuilder
 from baton.errors import BatonError
 from baton.requests import SamplingOptions
 from baton.service_process import ServiceProcess

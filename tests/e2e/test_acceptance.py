@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.events import Completion
 from baton.local_pair import LocalPair
-from common.request_stats import SpeculationCounts
 from common.sampling.params import ResolvedSampling
+from common.telemetry.stats import SpeculationCounts
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import load_drafted
 from tests.support.pair import PairOptions, pairs_that_keep_all

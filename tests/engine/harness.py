@@ -17,10 +17,10 @@ from common.attention.backend import ForwardInput
 from common.device.stream import Scope, Stream
 from common.errors import BatonError, RowFailure
 from common.kv.layer_group import WindowLayers
-from common.load import EngineLoad
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetOutput
 from common.sampling.params import ResolvedSampling
+from common.telemetry.stats import EngineLoad
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import (
     Abort,

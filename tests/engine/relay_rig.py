@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.device.cell import Cell
-from common.device.stream import Scope
+from common.device.stream import Cell, Scope
 from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import SeedColumnSpec
 from common.kv.pool import KvPool

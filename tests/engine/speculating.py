@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.device.cell import Cell
+from common.device.stream import Cell
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.worker import OnPublish, Worker, WorkerOutput
 from decode_service.speculate.depth import FixedDepth

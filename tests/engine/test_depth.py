@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.stats import SpeculationStats
 from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
 from decode_service.speculate.spec_info import MAX_UNREAD, SpecInfo
 

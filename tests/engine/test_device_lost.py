@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.device.errors import DeviceLost, DeviceTimeout, PieceFailed, StreamClosed
+from common.device.stream import DeviceLost, DeviceTimeout, PieceFailed, StreamClosed
 from common.errors import EngineFault
 from tests.engine.harness import ScriptedEngine
 from tests.engine.speculating import CHAIN

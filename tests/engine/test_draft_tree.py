@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
+from decode_service.speculate.spec_info import AcceptedPath, DraftTree
 from tests.engine.mutants.kinds import Mutant, instead_of
 
 MakeTree = Callable[..., DraftTree]

@@ -23,8 +23,7 @@ from common.wire.handoff import PrebuiltBatch
 from decode_service.messages import Submit
 from decode_service.schedule.request import Request
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
-from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import AcceptedPath, DraftTree, SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import ScriptedEngine
 from tests.engine.mutants import lengths

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from common.kv.pool import LeaseState
-from common.request_stats import Timings
+from common.telemetry.stats import Timings
 from decode_service.messages import Phase
 from decode_service.schedule.life import RULES, Place
+from prefill_service.prompt import RULES as PROMPT_RULES
 from prefill_service.prompt import PromptPhase
-from prefill_service.schedule.life import RULES as PROMPT_RULES
 from tests.engine.harness import ScriptedEngine
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.device.cell import Cell
-from common.device.errors import DeviceTimeout
-from common.device.stream import Scope
+from common.device.stream import Cell, DeviceTimeout, Scope
 from common.errors import EngineFault
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding, in_cases

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.kv.pool import KvPool
 from common.sampling.params import ResolvedSampling
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.stats import SpeculationStats
 from decode_service.messages import Submit
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import RunningRows

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decode_service.schedule.shares import HORIZON_S, OTHERS, Shares
+from decode_service.schedule.waiting_queue import HORIZON_S, OTHERS, Shares
 from tests.engine.harness import Outcome, ScriptedEngine, assert_right
 
 STEP_S = 0.1

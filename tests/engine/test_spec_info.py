@@ -10,8 +10,8 @@ import pytest
 
 from common.config.settings import DecodeSettings
 from common.errors import StartupError
+from decode_service.main import speculation_of, within_rows
 from decode_service.speculate.spec_info import SpecInfo, num_drafted
-from decode_service.speculate.speculation_settings import speculation_of, within_rows
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.stream import Event
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.stats import SpeculationStats
 from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.speculate.depth import FixedDepth
 from decode_service.speculate.spec_info import SpecInfo

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from common.telemetry.step_stats import SpeculationStats
+from common.telemetry.stats import SpeculationStats
 from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.step_times import StepTimes
 

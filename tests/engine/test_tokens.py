@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.device.errors import DeviceTimeout
-from common.device.stream import Event
+from common.device.stream import DeviceTimeout, Event
 from common.errors import EngineFault
 from decode_service.schedule.results import ResultTaker
 from tests.engine.checks import breaking, broken_by, holding

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.load import EngineLoad, PoolCounts
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EngineInbox, EngineThread
+from common.telemetry.stats import EngineLoad, PoolCounts
 from common.wire.handoff import Accepted, HandoffRow, KvSegment
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
 from prefill_service.messages import Command, FrameReady, OpenCall

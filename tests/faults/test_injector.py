@@ -13,8 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from common.device.cpu import CpuDevice
-from common.device.errors import PieceFailed
-from common.device.stream import Scope
+from common.device.stream import PieceFailed, Scope
 from tests.faults.device import FaultyDevice
 from tests.faults.frames import FaultyContext
 from tests.faults.injector import InjectedFault, Injector

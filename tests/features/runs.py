@@ -16,8 +16,8 @@ from baton import Client, Completion
 from baton.local_pair import LocalPair
 from common.draft.load import load_draft
 from common.model.loader import KvDtype, load_target
-from common.request_stats import SpeculationCounts, Timings
 from common.sampling.params import ResolvedSampling
+from common.telemetry.stats import SpeculationCounts, Timings
 from common.wire.handoff import Frame, KvSegment
 from tests.features.matrix import Used
 from tests.support.conversations import local_chunks_noted

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from hypothesis import strategies as st
 
-from baton.client.event_order import EventOrder
+from baton.client.generation import EventOrder
 from baton.errors import error_from_rpc
 from baton.events import Finished
 from baton.v1 import inference_pb2, prefill_pb2

@@ -18,14 +18,13 @@ from common.text.chat_messages import ChatMessage
 from common.text.chat_template import ChatRefused
 from common.text.grammars import GrammarRefused, Grammars
 from common.wire.codec_commands import PrefillBatch, decode_command
-from common.wire.codec_fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import first_difference
+from common.wire.fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint, first_difference
 from common.wire.framing import MessageT, seal, seal_bytes
 from common.wire.handoff import HandoffRow, RowFailed
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt, check_lengths, check_request
 from decode_service.edge.text.output import OutputProcessor
-from prefill_service.edge import row_checks
+from prefill_service.edge import call
 from tests.decode_edge.tokenizers_for_tests import byte_fallback, byte_level, eos_id, vocab_size
 from tests.fuzz.target import Run, Target, join, split
 from tests.fuzz.wire_strategies import TEXTS, hostile_messages
@@ -94,7 +93,7 @@ def handoff_command() -> Iterator[Run]:
     """Yields the target for a HandoffCommand. It corrects the checksum, checks the rows, and renumbers the rows that
     remain when some are refused.
     """
-    limits = row_checks.ReplicaLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256)
+    limits = call.ReplicaLimits(vocab_size=VOCAB_SIZE, max_context_tokens=256)
 
     def run(data: bytes) -> None:
         try:
@@ -111,10 +110,10 @@ def handoff_command() -> Iterator[Run]:
         if difference is not None:
             assert_travels(FingerprintMismatch(*difference))
         rows = [
-            row_checks.check_row(index, row, limits, group_names=["target"]) if isinstance(row, HandoffRow) else row
+            call.check_row(index, row, limits, group_names=["target"]) if isinstance(row, HandoffRow) else row
             for index, row in enumerate(command.rows)
         ]
-        numbering = row_checks.RowNumbering(rows)
+        numbering = call.RowNumbering(rows)
         assert len(numbering.refused) + len(numbering.accepted) == len(rows)
         codec = FrameCodec(fingerprint=PLAIN, vocab_size=VOCAB_SIZE)
         for failed in numbering.refused:

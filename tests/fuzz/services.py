@@ -24,11 +24,11 @@ from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
-from common.telemetry.request_metrics import RequestMetrics
+from common.telemetry.metrics import RequestMetrics
 from common.text.tokenizer import TextTokenizer
 from common.wire.fingerprint import Fingerprint
 from decode_service import messages as decode
-from decode_service.edge.event_router import EventRouter
+from decode_service.edge.decode_edge import EventRouter
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer, Served
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.matchers import MatchersHere
@@ -39,7 +39,7 @@ from decode_service.edge.text.prompts import Prompts
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts
 from prefill_service import messages as prefill
-from prefill_service.edge import row_checks
+from prefill_service.edge import call
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.fuzz.engine_target import fingerprint_of
@@ -146,7 +146,7 @@ async def start_prefill(model: TargetModel) -> Prefill:
     servicer = PrefillServicer(
         engine=inbox,
         fingerprint=fingerprint,
-        model_limits=row_checks.ReplicaLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT),
+        model_limits=call.ReplicaLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT),
         instance_id="fuzz",
         limits=HandoffLimits(max_rows=HANDOFF_ROWS, first_command_timeout_s=BOUND_S),
     )

@@ -10,12 +10,11 @@ from baton.codec import event_from_wire
 from baton.events import Started
 from baton.v1.inference_pb2 import FINISH_REASON_EOS, FinishReason
 from common.text.output_formats import HERMES, OutputFormat
-from gateway.apis.api import Admitted, Api
+from gateway.apis.api import Admitted, Api, Tally
 from gateway.apis.chat import CHAT
 from gateway.apis.messages import MESSAGES
 from gateway.apis.responses import RESPONSES
 from gateway.served_model import ModelCard
-from gateway.tally import Tally
 from tests.client.scripted_inference import delta, finished, started
 from tests.gateway.parsing.transcripts import FUNCTIONS, Said
 

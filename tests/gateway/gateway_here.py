@@ -14,10 +14,10 @@ from typing import Any
 import openai
 from opentelemetry.trace import Tracer
 
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from common.telemetry.tracing import NO_TRACER
 from gateway.limits import HttpLimits
-from gateway.server import GatewayServer
+from gateway.main import GatewayServer
 from tests.support.loop_thread import LoopThread
 
 BOUND_S = 60.0

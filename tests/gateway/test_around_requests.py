@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here, key_file
 from tests.support.loop_thread import LoopThread

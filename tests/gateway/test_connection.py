@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.testing import capture_logs
 from uvicorn.server import ServerState
 
-import gateway.server
-from common.config.gateway_settings import GatewaySettings
+import gateway.main
+from common.config.settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
 from gateway.listener import ConnectionRoom, OpenConnections
@@ -337,7 +337,7 @@ OTHER = ("127.0.0.2", 0)
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets gateways have few connections, as where a process may have few descriptors."""
-    monkeypatch.setattr(gateway.server, "max_connections", lambda _wanted: MAX_CONNECTIONS)
+    monkeypatch.setattr(gateway.main, "max_connections", lambda _wanted: MAX_CONNECTIONS)
 
 
 def open_connections(

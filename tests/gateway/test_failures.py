@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from baton.v1 import types_pb2
-from gateway import decode_client
+from gateway import main
 from gateway.apis.completions import TextChoice
 from gateway.edge import HttpEdge
-from gateway.metrics import GatewayMetrics
+from gateway.request_record import GatewayMetrics
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread
@@ -245,7 +245,7 @@ def test_a_body_that_still_comes_when_the_gateway_stops_is_told(loop: LoopThread
 def test_a_decode_service_that_does_not_tokenise_in_time_is_unavailable(
     loop: LoopThread, scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_client, "RPC_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(main, "RPC_TIMEOUT_S", 2.0)
     scripted.inference.tokenizing_s = BOUND_S
     with gateway_here(loop, scripted.address) as here:
         answer = here.ask("POST", "/tokenize", {"prompt": "a"})

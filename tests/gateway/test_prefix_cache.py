@@ -11,8 +11,8 @@ import pytest
 
 from baton.codec import event_from_wire
 from baton.events import Started
+from gateway.apis.api import Tally
 from gateway.apis.completions import parse_completion
-from gateway.tally import Tally
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here
 from tests.support.loop_thread import LoopThread

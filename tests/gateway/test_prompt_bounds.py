@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gateway.apis.chat import parse_chat
-from gateway.choices import Choices
 from gateway.conversation import MAX_MESSAGES
 from gateway.errors import ApiError
+from gateway.generation import Choices
 from gateway.limits import MAX_SENT_BYTES
 from tests.client.scripted_inference import ScriptedServer, finished, started
 from tests.gateway.gateway_here import GatewayHere

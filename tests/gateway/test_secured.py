@@ -16,10 +16,10 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-import gateway.server
-from common.config.gateway_settings import GatewaySettings
+import gateway.main
+from common.config.settings import GatewaySettings
 from common.errors import ConfigError, StartupError
-from gateway.server import GatewayServer
+from gateway.main import GatewayServer
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import GatewayHere, gateway_here, key_file
 from tests.security.certificates import Authority
@@ -115,7 +115,7 @@ def test_a_certificate_that_cannot_be_read_leaves_no_client_behind(
     loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[GatewaySettings] = []
-    monkeypatch.setattr(gateway.server, "open_decode_client", opened.append)
+    monkeypatch.setattr(gateway.main, "open_decode_client", opened.append)
     absent = tmp_path / "absent"
 
     async def build() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.device.cuda import CudaDevice
-from common.device.cuda_graph import CudaGraph
+from common.device.cuda import CudaDevice, CudaGraph
 from common.device.factory import open_device
 from common.draft.head import DraftHead
 from common.model.loader import load_target

@@ -20,7 +20,7 @@ from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts, HandoffTransport, TransportReport
 from decode_service.messages import FrameArrived, SegmentsLanded
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.handoff.nixl_lender import NixlLender
+from prefill_service.handoff.lent_memory import NixlLender
 from prefill_service.messages import Event, FrameReady
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread

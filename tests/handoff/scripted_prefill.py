@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from common.load import EngineLoad, PoolCounts
+from common.telemetry.stats import EngineLoad, PoolCounts
 from common.wire.handoff import Frame, KvSegment
 from decode_service.handoff.transport import TransportReport
 from decode_service.messages import CallEnded, FrameArrived, Replica, ReplicasChanged

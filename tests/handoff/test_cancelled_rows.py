@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from common.telemetry.tracing import NO_TRACER
 from common.wire.handoff import Frame, unsent_bytes
-from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import RowNumbering
-from prefill_service.edge.row_traces import RowTraces
+from prefill_service.edge.call import HandoffCall, RowNumbering
+from prefill_service.edge.observer import RowTraces
 from prefill_service.messages import CallDone, FrameReady
 from tests.handoff.samples import SEGMENT_BYTES, failed, logprobs, row, segment
 

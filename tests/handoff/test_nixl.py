@@ -23,8 +23,7 @@ from common.kv.shared_pool import PoolUnusable
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.messages import BreakCall
 from prefill_service.handoff import lent_memory
-from prefill_service.handoff.lent_memory import LentMemory
-from prefill_service.handoff.nixl_lender import NixlLender
+from prefill_service.handoff.lent_memory import LentMemory, NixlLender
 from tests.handoff.homes import NixlPeers
 from tests.handoff.nixl_pair import GROUPS, Pair, is_reading, stopped
 from tests.handoff.samples import prebuilt, segment

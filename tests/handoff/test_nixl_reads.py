@@ -23,8 +23,7 @@ from common.kv.shared_pool import NUMBER_BYTES, SECRET_BYTES, PoolUnusable
 from common.nixl import transfer_process
 from common.nixl.backoff import Backoff
 from common.nixl.child import NixlError, TransferProcess
-from decode_service.handoff.nixl_pool import NixlPool
-from decode_service.handoff.staging import Staging
+from decode_service.handoff.nixl_pool import NixlPool, Staging
 from tests.handoff.homes import LentSegments, NixlPeers
 from tests.handoff.nixl_pair import GROUPS, is_reading, open_pool, stopped
 from tests.handoff.scripted_prefill import BOUND_S

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.device.cell import Cell
+from common.device.stream import Cell
 
 Unit = Hashable
 HOST = "host"

@@ -19,7 +19,7 @@ from common.errors import PrefillUnavailable
 from common.kv.pool import KvPool
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import SamplingState
-from decode_service.forward.draft_backlog import DraftBacklog
+from decode_service.forward.eagle_drafter import DraftBacklog
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.worker import Worker, WorkerOutput

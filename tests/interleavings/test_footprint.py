@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.device.cell import Cell
+from common.device.stream import Cell
 from tests.interleavings.footprint import Footprint, Memory
 
 

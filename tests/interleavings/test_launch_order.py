@@ -16,8 +16,8 @@ from common.kv.pool import KvPool
 from common.model.forward_graphs import ForwardGraphs
 from common.sampling.state import SamplingState
 from decode_service.forward.drafter import NoDrafter
+from decode_service.forward.forward_side import record_forwards
 from decode_service.forward.future_map import FutureMap
-from decode_service.forward.recording import record_forwards
 from decode_service.forward.worker import Worker
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.mutants import memory

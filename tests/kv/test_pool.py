@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.device.inline import InlineStream
+from common.device.cpu import InlineStream
 from common.device.stream import Stream
 from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec

@@ -18,13 +18,12 @@ from structlog.testing import capture_logs
 
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.device.cpu import CpuDevice
-from common.device.errors import PieceFailed
-from common.device.stream import DeviceMemory
+from common.device.stream import DeviceMemory, PieceFailed
 from common.errors import StartupError
 from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolBytes, PoolLimits, PoolSize, room_beside_pool, size_pool
 from common.service.runtime import open_runtime
 from decode_service import main as decode_main
-from decode_service.forward.recording import recorded_bytes
+from decode_service.forward.forward_side import recorded_bytes
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from prefill_service import main as prefill_main
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checkpoints.draft_source import check_draft
-from common.checkpoints.source import check_model, resolve_model
+from common.checkpoints.source import check_draft, check_model, resolve_model
 from common.errors import StartupError
 from common.model.loader import load_target
 from tests.model.conftest import Reference

@@ -22,7 +22,7 @@ from common.sampling import operators as sampling
 from common.sampling.operators import Largest, Sampled
 from common.sampling.state import Ancestors, SamplingBatch, SamplingState
 from decode_service.forward import eagle_drafter, worker
-from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
+from decode_service.speculate.spec_info import AcceptedPath, DraftTree
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

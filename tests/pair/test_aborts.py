@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from common.load import EngineLoad
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
+from common.telemetry.stats import EngineLoad
 from decode_service.messages import Abort
 from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.schedule.scheduler import PrefillEngine

@@ -17,8 +17,8 @@ from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.matcher import ALL_ALLOWED, Mask, Matcher
 from common.grammar.reasoning import Markers, OutputPart, Reasoning
 from common.grammar.reasoning_matcher import MarkerTokens, ReasoningMatcher, TokenTexts
-from common.request_stats import SpeculationCounts
 from common.sampling.params import ResolvedSampling
+from common.telemetry.stats import SpeculationCounts
 from common.text.tokenizer import TextTokenizer
 from decode_service.schedule import grammars
 from tests.pair.constraints import (

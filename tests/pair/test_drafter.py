@@ -16,7 +16,7 @@ from common.sampling.state import RowStart
 from decode_service.forward.drafter import Drafter, Reading, Verified
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayedInputs
-from decode_service.speculate.draft_tree import DraftTree
+from decode_service.speculate.spec_info import DraftTree
 from tests.support.drafted import Drafted
 from tests.support.pair import InProcessPair, PairOptions, pairs_that_keep_all
 

@@ -16,7 +16,7 @@ import pytest
 from common.attention.backend import ForwardInput
 from common.errors import EngineFault
 from common.model.target import TargetModel, TargetOutput
-from common.prompts import scores
+from common.prompts import chunk_batch
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.wire.handoff import Frame, KvSegment, PrebuiltBatch, RowLogprobs
@@ -167,7 +167,7 @@ def test_logits_are_bounded_and_the_values_the_same(
     make_pair: MakePair, tiny_target: Tiny, tiny_model_dir: TinyDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target("llama")
-    monkeypatch.setattr(scores, "MAX_LOGITS_BYTES", 4 * target.vocab_size * 10)
+    monkeypatch.setattr(chunk_batch, "MAX_LOGITS_BYTES", 4 * target.vocab_size * 10)
     pair = make_pair(target, PairOptions(chunk_tokens=512, max_batch_tokens=512))
     num_scored: list[int] = []
 

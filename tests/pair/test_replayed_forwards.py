@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from common.config.settings import DecodeSettings, Role
-from common.device.graph import GraphWork
+from common.device.stream import GraphWork
 from common.draft.head import DraftHead
-from common.engine.parts import EngineParts
+from common.engine import EngineParts
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
 from common.model.loader import load_target

@@ -23,7 +23,7 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.sampling.params import ResolvedSampling
 from decode_service.forward import worker
-from decode_service.speculate.draft_tree import AcceptedPath, DraftTree
+from decode_service.speculate.spec_info import AcceptedPath, DraftTree
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.drafted import SHAPES, Drafted

@@ -25,11 +25,9 @@ from common.prompts import worker as prefill
 from common.prompts.chunk_batch import Chunk
 from common.sampling.params import ResolvedSampling
 from decode_service.forward import eagle_drafter
-from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
-from decode_service.forward.eagle_drafter import EagleDrafter
+from decode_service.forward.eagle_drafter import DraftBacklog, EagleDrafter, UnreadTokens
 from decode_service.speculate.depth import FixedDepth
-from decode_service.speculate.draft_tree import DraftTree
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import DraftTree, SpecInfo
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.draft_heads import save_eagle3_head

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from common.load import EngineLoad, PoolCounts
-from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.metrics import EngineMetrics
+from common.telemetry.stats import EngineLoad, PoolCounts
 from tests.compose.command import CommandFailed
 from tests.compose.victim import Victim, rows_in_flight
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from common.attention.backend import ForwardInput
-from common.device.errors import DeviceLost, DeviceTimeout, StreamClosed
+from common.device.stream import DeviceLost, DeviceTimeout, StreamClosed
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput
 from common.sampling.params import ResolvedSampling

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import RowFailure
 from common.grammar.grammar import TokenRules
-from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.grammar.matcher import TokenRulesMatcher
 from common.model.target import TargetModel
 from common.priority import Ageing
 from common.sampling.params import ResolvedSampling

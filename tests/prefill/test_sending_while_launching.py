@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.errors import DeviceLost, PieceFailed
+from common.device.stream import DeviceLost, PieceFailed
 from common.errors import RowFailure
 from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec

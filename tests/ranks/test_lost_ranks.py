@@ -18,8 +18,7 @@ from baton.local_pair import LocalPair
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from common.attention.backend import ForwardInput
-from common.device.errors import DeviceLost
-from common.device.graph import GraphRecorder
+from common.device.stream import DeviceLost, GraphRecorder
 from common.errors import StartupError
 from common.kv.kv_shard import WHOLE, KvShard
 from common.model.loader import load_target

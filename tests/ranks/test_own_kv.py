@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.device.errors import DeviceLost
-from common.device.graph import Graph, GraphRecorder, GraphWork
+from common.device.stream import DeviceLost, Graph, GraphRecorder, GraphWork
 from common.draft.load import load_draft
 from common.errors import StartupError
 from common.ranks import leader

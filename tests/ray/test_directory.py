@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_ray.directory import EXPIRY_S, SETTLING_S, Announcement, Directory
+from baton_ray.service import EXPIRY_S, SETTLING_S, Announcement, Directory
 
 
 def test_a_service_is_told_where_those_of_the_wanted_role_listen() -> None:

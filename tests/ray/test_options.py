@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.service_process import Role
-from baton_ray.arguments import replica_flags, settings_of
-from baton_ray.options import gateway_options, service_options
+from baton_ray.arguments import gateway_options, replica_flags, service_options, settings_of
 from common.errors import ConfigError
 
 

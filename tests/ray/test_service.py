@@ -17,8 +17,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from baton.errors import BatonError, ServiceDied, StartTimedOut
 from baton.service_process import Role
 from baton.v1 import inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from baton_ray.directory import Announcement
-from baton_ray.service import Exchange, Service
+from baton_ray.service import Announcement, Exchange, Service
 from tests.client.scripted_inference import ScriptedInference, ScriptedServer
 
 BOUND_S = 60.0

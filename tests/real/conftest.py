@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.checkpoints.demo_model import ensure_demo_model
-from common.checkpoints.draft_source import resolve_draft
+from common.checkpoints.source import resolve_draft
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from tests.parity.prompts import PROMPTS
 from tests.parity.reference import MAX_TIES_PER_TOKEN, Reference

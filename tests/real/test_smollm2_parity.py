@@ -16,7 +16,7 @@ from baton.client import AsyncClient
 from baton.events import Completion, tokens_per_forward
 from baton.full_speed import await_fused
 from baton.local_pair import LocalPair
-from common.checkpoints.draft_source import resolve_draft
+from common.checkpoints.source import resolve_draft
 from common.sampling.params import ResolvedSampling
 from tests.parity.reference import Reference
 from tests.real.conftest import MAX_TOKENS, NEW_TOKENS, ONE_THREAD, SIZES, Prompts, check

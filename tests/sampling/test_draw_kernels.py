@@ -15,8 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernel_variants import Variant
 from common.device.triton_launch import Launch
-from common.sampling.noise import gumbel_noise, row_keys
-from common.sampling.operators import Ancestors, Sampled, draw, propose, propose_branches, sample
+from common.sampling.operators import (
+    Ancestors,
+    Sampled,
+    draw,
+    gumbel_noise,
+    propose,
+    propose_branches,
+    row_keys,
+    sample,
+)
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowStart, SamplingBatch, SamplingState
 from common.sampling.triton_draws import TritonDraws

@@ -19,10 +19,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from common.sampling import noise
-from common.sampling.logprobs import unpack_logprobs
-from common.sampling.noise import gumbel_noise, row_keys
-from common.sampling.operators import Largest, Sampled, largest, sample, shape_logits
+from common.sampling import operators
+from common.sampling.operators import (
+    Largest,
+    Sampled,
+    gumbel_noise,
+    largest,
+    row_keys,
+    sample,
+    shape_logits,
+    unpack_logprobs,
+)
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.state import RowStart, SamplingBatch, SamplingState
 from tests.support.goodness_of_fit import chi_square_p_value, farthest_p_value
@@ -154,7 +161,7 @@ def test_noise_is_standard_gumbel_and_finite() -> None:
 def test_the_upper_tail_of_the_noise_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 1,000 smallest bit patterns give the largest noise, and each of them gives its own quantile."""
     patterns = torch.arange(1000, dtype=torch.int32)
-    monkeypatch.setattr(noise, "mix32", lambda x: patterns.expand(1, -1).clone())
+    monkeypatch.setattr(operators, "mix32", lambda x: patterns.expand(1, -1).clone())
     drawn = gumbel_noise(torch.zeros(1, dtype=torch.int64), patterns)[0].double()
     expected = -torch.log(-torch.log1p(-(patterns.double() + 0.5) / 2**32))
     assert torch.allclose(drawn, expected, atol=1e-5)

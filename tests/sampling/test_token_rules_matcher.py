@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.grammar.grammar import TokenRules
-from common.grammar.matcher import allows, num_words
-from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.grammar.matcher import TokenRulesMatcher, allows, num_words
 
 VOCAB_SIZE, NUM_SEQUENCES = 1000, 300
 LAST_BUT_ONE = 999

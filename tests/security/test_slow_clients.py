@@ -15,10 +15,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
-from common.request_stats import Timings
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.rpc.tls import channel_credentials, server_credentials
 from common.service.server import ServerLimits
+from common.telemetry.stats import Timings
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, Submit
 from prefill_service.edge.servicer import HandoffLimits

@@ -16,7 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common.rpc.event_loop import EventLoop, run
+from common.rpc.aio import EventLoop, run
 
 NUM_CALLS = 100
 BOUND_S = 60.0

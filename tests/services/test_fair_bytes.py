@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.rpc.fair_bytes import FairBytes, NoRoom
+from common.rpc.fair_shares import FairBytes, NoRoom
 
 
 def test_one_client_may_have_half_and_all_together_what_there_is() -> None:

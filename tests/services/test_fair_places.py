@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.addresses import network_of
-from common.rpc.fair_places import FairPlaces, Full
+from common.rpc.fair_shares import FairPlaces, Full
 
 NUM = 16  # and one eighth more
 

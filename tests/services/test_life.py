@@ -19,7 +19,7 @@ from common.errors import BatonError, ConfigError, EngineLost, EngineStalled
 from common.service.engine_thread import EngineInbox
 from common.service.life import ServiceLife
 from common.service.program import termination_signals
-from common.telemetry.engine_metrics import EngineMetrics
+from common.telemetry.metrics import EngineMetrics
 from tests.support.scripted_device import ScriptedDevice
 
 BOUND_S = 60.0

@@ -14,10 +14,9 @@ import grpc
 import pytest
 import typer
 
-from baton.cli.plan import plan
+from baton.cli.services import plan
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, FailedPrecondition, Unauthenticated, Unavailable
-from baton.load_samples import sample_loads
-from baton.planner import advise
+from baton.planner import advise, sample_loads
 from baton.roles import Role, RoleClient, RoleState
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, roles_pb2, roles_pb2_grpc
 from tests.support.free_ports import free_ports

@@ -22,11 +22,10 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from baton.cli.plan import plan
-from baton.cli.role import role
+from baton.cli.services import plan, role
 from baton.client import AsyncClient, PrefillClient
 from baton.errors import FailedPrecondition, Unauthenticated
-from baton.load_samples import sample_loads
+from baton.planner import sample_loads
 from baton.roles import Role as ClientRole
 from baton.roles import RoleClient, RoleState
 from baton.server_info import HealthStatus
@@ -38,7 +37,7 @@ from common.kv.pool import KvPool
 from common.service.process import Process, RolePart, Serve, serve_roles
 from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime, open_runtime
-from common.telemetry.role_metrics import RoleMetrics
+from common.telemetry.metrics import RoleMetrics
 from decode_service import main as decode_main
 from decode_service.edge.processes import edges as edges_module
 from decode_service.handoff.grpc_call import error_of_status

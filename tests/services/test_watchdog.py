@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 
 from common.device.stream import StreamKind
 from common.errors import EngineLost, EngineStalled
-from common.load import EngineLoad, PoolCounts
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.watchdog import LOOK_INTERVAL_S, UNREADY_AFTER_S, Watchdog, WatchedEngine, WatchedRanks
+from common.telemetry.stats import EngineLoad, PoolCounts
 from tests.support.scripted_device import ScriptedDevice, ScriptedStream
 
 STALL_TIMEOUT_S = 60.0

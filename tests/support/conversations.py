@@ -21,7 +21,7 @@ from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, HandoffRow, KvSegment
 from decode_service.forward.eagle_drafter import EagleDrafter, MultiLayerEagleDrafter
 from decode_service.forward.forward_batch import ForwardBatch
-from decode_service.speculate.draft_tree import DraftTree
+from decode_service.speculate.spec_info import DraftTree
 from tests.support.pair import InProcessPair, PairOptions
 
 NUM_TURNS = 3

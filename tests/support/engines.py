@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from common.device.factory import open_device
 from common.device.stream import Device
-from common.engine.parts import EngineConfig, EngineParts
+from common.engine import EngineConfig, EngineParts
 from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton_cpu.program.fusing import fuse
 from common.draft.paged_head import PagedHead
 from common.model.target import TargetModel
-from common.telemetry.step_stats import ForwardCounts
+from common.telemetry.stats import ForwardCounts
 
 BOUND_S = 60.0
 ModelT = TypeVar("ModelT", TargetModel, PagedHead)

@@ -19,18 +19,17 @@ from common.attention.choice import new_draw_kernels
 from common.device.stream import Device
 from common.draft.head import DraftHead
 from common.errors import BatonError, EngineFault, PrefillUnavailable
-from common.grammar.matcher import Matcher
-from common.grammar.token_rules_matcher import TokenRulesMatcher
+from common.grammar.matcher import Matcher, TokenRulesMatcher
 from common.kv.shared_pool import SharedPool
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.telemetry.step_stats import StepStats
+from common.telemetry.stats import StepStats
 from common.text.tokenizer import TextTokenizer
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, unsent_bytes
 from decode_service import messages as decode
 from decode_service.forward.drafter import Drafter
-from decode_service.handoff.receive_budget import ReceiveBudget
+from decode_service.handoff.grpc_call import ReceiveBudget
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.depth import Depth, depth_of

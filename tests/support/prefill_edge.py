@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 
 from common.service.server import ServerLimits, ServiceServer
+from prefill_service.edge.call import ReplicaLimits
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servicer
-from prefill_service.edge.row_checks import ReplicaLimits
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.handoff.samples import FINGERPRINT
 from tests.handoff.scripted_prefill import ScriptedPrefill

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from common.device.cpu import CpuDevice
-from common.device.graph import Graph, GraphRecorder, GraphWork
+from common.device.stream import Graph, GraphRecorder, GraphWork
 
 
 class CalledGraph(Graph):

@@ -25,17 +25,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.device.errors import DeviceTimeout, PieceFailed, StreamClosed
-from common.device.inline import InlineStream
+from common.device.cpu import InlineStream
 from common.device.piece import close_all, event_name, failure_of, piece_name, raise_failure, run_piece
 from common.device.stream import (
     Device,
+    DeviceTimeout,
     Event,
     MilestoneWork,
     OnEvent,
     OnMilestone,
+    PieceFailed,
     Scope,
     Stream,
+    StreamClosed,
     StreamKind,
     StreamProgress,
     Work,

@@ -14,18 +14,20 @@ from structlog.testing import capture_logs
 
 from common.errors import ConfigError, RowFailure
 from common.grammar.grammar import GrammarKind
-from common.load import EngineLoad, PoolCounts
 from common.telemetry import exposition
-from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
-from common.telemetry.grammar_metrics import GrammarMetrics, MaskMetrics
-from common.telemetry.histogram import OneWriterHistogram
-from common.telemetry.request_metrics import RequestMetrics
-from common.telemetry.speculation_metrics import SpeculationMetrics
-from common.telemetry.step_stats import MaskStats, SpeculationStats, StepStats
+from common.telemetry.metrics import (
+    EngineMetrics,
+    GrammarMetrics,
+    MaskMetrics,
+    OneWriterHistogram,
+    RequestMetrics,
+    SpeculationMetrics,
+)
+from common.telemetry.stats import EngineLoad, MaskStats, PoolCounts, SpeculationStats, StepStats
 from common.wire.handoff import Accepted, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.messages import FinishReason
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
+from prefill_service.edge.observer import HandoffMetrics
 from tests.support.free_ports import needs_ipv6
 
 BOUND_S = 60.0

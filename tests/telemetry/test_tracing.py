@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 from structlog.testing import capture_logs
 
-from common.config.gateway_settings import GatewaySettings
+from common.config.settings import GatewaySettings
 from common.telemetry.span_export import LoggedExporter, SpanExport
 from common.telemetry.tracing import process_tracer
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver
@@ -54,7 +54,7 @@ def test_without_an_endpoint_there_is_no_sdk() -> None:
     program = """
         import sys
         import common.service.process
-        from common.config.gateway_settings import GatewaySettings
+        from common.config.settings import GatewaySettings
         from common.telemetry.tracing import NO_TRACER, process_tracer
 
         with process_tracer(GatewaySettings(), service="s", instance_id="i") as tracer:

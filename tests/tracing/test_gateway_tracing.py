@@ -10,12 +10,10 @@ from opentelemetry.trace import StatusCode, Tracer
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.client.trace_context import trace_metadata
+from baton.client.channel import trace_metadata
 from common.telemetry.tracing import NO_TRACER
-from gateway.api_keys import ApiKeys
-from gateway.edge import HttpEdge, KeyCheck
-from gateway.metrics import GatewayMetrics
-from gateway.tracing import TracedApp
+from gateway.edge import ApiKeys, HttpEdge, KeyCheck, TracedApp
+from gateway.request_record import GatewayMetrics
 from tests.tracing.spans import EndedSpans
 
 CALLER = f"00-{'ab' * 16}-{'cd' * 8}-01"

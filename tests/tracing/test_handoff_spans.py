@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from common.wire.codec_commands import encode_prefill_batch
-from prefill_service.edge.call import HandoffCall
-from prefill_service.edge.row_checks import ReplicaLimits, RowNumbering
-from prefill_service.edge.row_traces import RowTraces
+from prefill_service.edge.call import HandoffCall, ReplicaLimits, RowNumbering
+from prefill_service.edge.observer import RowTraces
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import ChunkComputed, RowStarted
 from tests.handoff.samples import FINGERPRINT, failed, row

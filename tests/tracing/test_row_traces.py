@@ -13,7 +13,7 @@ from opentelemetry.trace import StatusCode
 from common.errors import RowFailure
 from common.telemetry.tracing import NO_TRACER
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
-from prefill_service.edge.row_traces import RowTraces
+from prefill_service.edge.observer import RowTraces
 from prefill_service.messages import ChunkComputed, RowStarted
 from tests.handoff.samples import row
 from tests.tracing.spans import Clock, EndedSpans, parent_ids, seconds

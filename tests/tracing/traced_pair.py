@@ -10,7 +10,7 @@ from pathlib import Path
 from opentelemetry.trace import Tracer
 
 from baton.client import AsyncClient
-from common.config.process_settings import ProcessSettings
+from common.config.settings import ProcessSettings
 from common.telemetry.tracing import process_tracer
 from tests.support.free_ports import free_address
 from tests.support.services_here import ServiceHere, pair_here

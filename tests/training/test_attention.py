@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from training.attention import ChainAttention
+from training.head import ChainAttention
 
 _NUM_STEPS, _LENGTH = 4, 9
 

@@ -14,7 +14,7 @@ import pytest
 from baton.errors import Unavailable
 from baton.events import Completion, FinishReason, Usage
 from common.errors import ConfigError
-from common.request_stats import Timings
+from common.telemetry.stats import Timings
 from common.text.chat_messages import ChatMessage
 from common.text.tokenizer import TextTokenizer
 from tests.support.models import END_ID, SPECIAL_TOKENS, START_ID, VOCAB_SIZE

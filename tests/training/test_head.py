@@ -19,9 +19,8 @@ from common.model.loader import load_target as load_served
 from common.model.target import TargetModel
 from tests.draft.paged_draft import PagedDraft
 from tests.support.models import save_tiny_model
-from training.export import export_head
 from training.head import TrainableHead, initialize
-from training.head_config import head_config, head_spec
+from training.head_files import export_head, head_config, head_spec
 from training.target import FrozenTarget, load_target
 from training.vocabulary import DraftVocabulary
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError
 from tests.training.cases import quiet, save_sampled_data, tiny_config
+from training.head_files import StartingHead
 from training.run import prepare_training
 from training.target import load_target
 from training.trainer import Trainer
 from training.vocabulary import DraftVocabulary
-from training.warm_start import StartingHead
 
 Prepare = Callable[..., Trainer]
 

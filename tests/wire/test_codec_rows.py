@@ -11,9 +11,8 @@ from baton.v1 import prefill_pb2
 from common.errors import RowFailure
 from common.rpc.messages import ProtocolError
 from common.sampling.params import ResolvedSampling
-from common.wire.codec_commands import PrefillBatch, decode_command
-from common.wire.codec_fingerprint import encode_fingerprint
-from common.wire.codec_rows import encode_row
+from common.wire.codec_commands import PrefillBatch, decode_command, encode_row
+from common.wire.fingerprint import encode_fingerprint
 from common.wire.framing import seal
 from common.wire.handoff import RowFailed
 from tests.wire.strategies import PLAIN

@@ -12,8 +12,8 @@ import pytest
 import decode_service.messages as decode
 from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
 from common.kv.shared_kv import PoolTicket, SharedKv
-from common.request_stats import Timings
 from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.telemetry.stats import Timings
 from common.wire.handoff import Accepted, KvSegment, RowFailed
 from tests.wire.strategies import SPECULATIVE, comparable
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW, SCORED_ROW, prebuilt_batch, row_logprobs

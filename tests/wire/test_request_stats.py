@@ -7,7 +7,7 @@ import dataclasses
 from baton.codec import event_from_wire
 from baton.events import Finished
 from baton.v1 import inference_pb2
-from common.request_stats import SpeculationCounts, Timings
+from common.telemetry.stats import SpeculationCounts, Timings
 from decode_service.edge.live_request import Ending
 from decode_service.edge.responses import finished_event
 from decode_service.messages import FinishReason

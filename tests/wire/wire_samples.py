@@ -10,8 +10,7 @@ from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.wire.codec_logprobs import encode_row_logprobs
-from common.wire.codec_prebuilt import encode_prebuilt
+from common.wire.codec_frames import encode_prebuilt, encode_row_logprobs
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, PrebuiltBatch, RowLogprobs
 

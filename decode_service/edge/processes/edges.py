@@ -32,6 +32,7 @@ from common.service.roles import Roles
 from common.service.server import FrontServer
 from common.telemetry.timeline import Recording, Timeline
 from decode_service.edge.assembly import EdgePlan
+from decode_service.edge.decode_edge import UnreadEvents
 from decode_service.edge.live_requests import AllLiveRequests
 from decode_service.edge.matchers import Matchers
 from decode_service.edge.processes.edge_metrics import EdgeMetrics
@@ -60,7 +61,6 @@ from decode_service.edge.processes.messages import (
     packed,
 )
 from decode_service.edge.replicas import ReplicaStates
-from decode_service.edge.unread_events import UnreadEvents
 from decode_service.messages import (
     Abort,
     Command,

@@ -12,9 +12,9 @@ from prometheus_client.metrics_core import Metric
 from common.config.settings import Role
 from common.errors import BatonError
 from common.grammar.matcher import Mask, Matcher
-from common.load import EngineLoad
 from common.sampling.params import ResolvedSampling
 from common.service.roles import RoleState
+from common.telemetry.stats import EngineLoad
 from common.telemetry.timeline import RecordedTrack
 from decode_service.edge.assembly import EdgePlan
 from decode_service.edge.replicas import ReplicaState

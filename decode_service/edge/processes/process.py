@@ -28,13 +28,13 @@ from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.host.descriptors import raise_descriptor_limit
 from common.host.peer_process import end_with_peer
-from common.load import EngineLoad
-from common.rpc.event_loop import run
+from common.rpc.aio import run
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles, RoleState
 from common.service.watchdog import UNREADY_AFTER_S
 from common.telemetry.logs import configure_logs, only_log_lines
+from common.telemetry.stats import EngineLoad
 from common.telemetry.timeline import RecordedTrack, Timeline
 from common.telemetry.timeline_rpc import OtherTimeline
 from common.telemetry.tracing import process_tracer

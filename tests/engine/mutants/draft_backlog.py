@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.kv.pool import KvPool
-from decode_service.forward.draft_backlog import DraftBacklog, UnreadTokens
 from decode_service.forward.drafter import Reading
-from decode_service.forward.eagle_drafter import HeadDrafter
+from decode_service.forward.eagle_drafter import DraftBacklog, HeadDrafter, UnreadTokens
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.mutants.kinds import instead_of

@@ -23,7 +23,7 @@ from decode_service.schedule.request import Request
 from decode_service.schedule.results import AheadMatcher, ResultTaker
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.step import LaunchedStep, RowResults
-from decode_service.speculate.draft_tree import DraftTree
+from decode_service.speculate.spec_info import DraftTree
 from tests.engine.mutants.kinds import instead_of
 
 DraftOfTrees = Callable[..., DraftTree]

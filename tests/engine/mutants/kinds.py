@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.device.stream import Event, Stream
-from common.kv.row_columns import RowColumns
+from common.kv.rows import RowColumns
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.device.cell import Cell
-from common.device.stream import Scope
-from common.kv.row_table import ReqToTokenPool
+from common.device.stream import Cell, Scope
+from common.kv.rows import ReqToTokenPool
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.forward.worker import OnPublish, Worker, WorkerOutput

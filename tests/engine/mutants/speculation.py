@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from common.device.cell import Cell
-from common.device.stream import Scope
-from common.kv.row_columns import RowColumns
+from common.device.stream import Cell, Scope
+from common.kv.rows import RowColumns
 from common.kv.slot_allocator import SlotAllocator
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.messages import Command, Event

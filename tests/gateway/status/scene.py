@@ -11,16 +11,14 @@ from prometheus_client import CollectorRegistry
 from baton.errors import Unavailable
 from baton.server_info import InferenceLoad, PoolLoad, PrefillReplica
 from common.grammar.grammar import GrammarKind
-from common.load import EngineLoad, PoolCounts
 from common.rpc.name_lookup import LookUp
-from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
-from common.telemetry.request_metrics import RequestMetrics
-from common.telemetry.speculation_metrics import SpeculationMetrics
+from common.telemetry.metrics import EngineMetrics, RequestMetrics, SpeculationMetrics
+from common.telemetry.stats import EngineLoad, PoolCounts
 from decode_service.messages import FinishReason
 from gateway.status.collector import Sampler
 from gateway.status.watched import Address
-from prefill_service.handoff.handoff_metrics import HandoffMetrics
+from prefill_service.edge.observer import HandoffMetrics
 
 IDLE = EngineLoad(
     rows=PoolCounts(total=8, free=4, reserved=1, transferring=1, running=1, quarantined=1),

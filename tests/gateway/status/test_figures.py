@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from baton.server_info import InferenceLoad
-from common.load import PrefixCounts
-from common.telemetry.step_stats import SpeculationStats, StepStats
+from common.telemetry.stats import PrefixCounts, SpeculationStats, StepStats
 from common.wire.handoff import KvSegment, PrebuiltBatch
 from gateway.status.collector import Sampler
-from gateway.status.series import Histogram, merge
+from gateway.status.figures import Histogram, merge
 from tests.gateway.status.scene import LOAD, Clock, Decode, ExposedDecode, ExposedPrefill, sampler
 
 

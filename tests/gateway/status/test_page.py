@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from gateway.metrics import GatewayMetrics
+from gateway.request_record import GatewayMetrics
 from gateway.status.collector import StatusCollector, status_routes
 from gateway.status.snapshot import Gateway, ReplicaFigures, ServiceFigures, Snapshot
 from tests.gateway.status.scene import Decode, ExposedDecode, numeric

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.telemetry.engine_metrics import EngineMetrics
 from common.telemetry.exposition import MetricsServer
-from gateway.status.series import Increase, parse_exposition
+from common.telemetry.metrics import EngineMetrics
+from gateway.status.figures import Increase, parse_exposition
 from gateway.status.watched import MAX_BYTES, Address, ScrapeFailed, Scraper
 from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, ExposedPrefill, Names, numeric, sampler
 

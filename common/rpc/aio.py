@@ -1,17 +1,21 @@
-"""An asyncio event loop that takes many of gRPC's completions at a time.
+"""What Baton works around in grpcio's asyncio: how it wakes the loop, and what a cancelled read leaves behind.
 
 grpc.aio's thread writes a byte to a socket for each operation that completes (a message written, a message read), and
 the loop's callback reads one byte and then handles all that have completed. So with asyncio's own loop each completion
 costs a whole iteration of the loop, and a loop with long iterations falls behind: when some 280 bytes lie in the
-socket, gRPC's thread waits, and from then on one operation completes in each iteration. This loop handles all
-whose bytes lie there in one iteration. (Seen with grpcio 1.85.)
+socket, gRPC's thread waits, and from then on one operation completes in each iteration. `EventLoop` handles all whose
+bytes lie there in one iteration. (Seen with grpcio 1.85.)
+
+grpcio never frees the message that arrives for a read whose task was cancelled (grpc/grpc#43360): in the decode service
+up to a whole frame of KV for each call that is broken off. So whoever is cancelled lets the read go on (`whole_read`),
+and ends the call; that ends the read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
@@ -54,3 +58,23 @@ def _handle_each(wakes: socket.socket, handle: Callable[[], Any]) -> None:
     with suppress(BlockingIOError):
         for _ in wakes.recv(_MOST_BYTES, socket.MSG_PEEK):
             handle()
+
+
+def begin_read(reading: Awaitable[T]) -> asyncio.Future[T]:
+    """Starts `reading`, a read of a grpc.aio stream, and returns its future. If nobody waits for it any more, it ends
+    with its call, and its error is not reported.
+    """
+    future = asyncio.ensure_future(reading)
+    future.add_done_callback(_retrieve_error)
+    return future
+
+
+async def whole_read(reading: Awaitable[T]) -> T:
+    """Returns the message that `reading` returns. If the caller is cancelled, the read goes on until its call ends."""
+    return await asyncio.shield(begin_read(reading))
+
+
+def _retrieve_error(future: asyncio.Future[T]) -> None:
+    """Retrieves the error of an ended read, because asyncio reports those that nobody retrieved."""
+    if not future.cancelled():
+        future.exception()

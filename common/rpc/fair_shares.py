@@ -1,5 +1,6 @@
-"""A limited number of places that clients share fairly: one client alone may have all, without locking out others.
+"""What clients share fairly: a limited number of places, and of bytes. One client alone cannot lock out others.
 
+Places:
                 ├─────────────── num_places ───────────────┤── an eighth ──┤
 one client      ███████████████████████████████████████████
 a second one    gets some of the extra eighth at once:      ░░░░░
@@ -124,3 +125,32 @@ class FairPlaces:
                 self._wishes[client] = left
             else:
                 del self._wishes[client]
+
+
+class NoRoom(Exception):
+    """The client cannot have so many bytes now."""
+
+
+class FairBytes:
+    """Lends up to `max_bytes` to clients, which are identified by name. Call it from one thread only.
+
+    One client may have half of them. A request for more than that counts as half.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held: Counter[str] = Counter()
+
+    def take(self, client: str, num_bytes: int) -> int:
+        """Takes bytes for `client`, and returns how many, to be passed to `give_back`. Raises NoRoom."""
+        most = self._max_bytes // 2
+        num_taken = min(num_bytes, most)
+        if self._held[client] + num_taken > most or self._held.total() + num_taken > self._max_bytes:
+            raise NoRoom
+        self._held[client] += num_taken
+        return num_taken
+
+    def give_back(self, client: str, num_taken: int) -> None:
+        self._held[client] -= num_taken
+        if not self._held[client]:
+            del self._held[client]

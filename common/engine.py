@@ -1,0 +1,203 @@
+"""What both engines are made of: their parts and options, the rules of phases, the outbox by which events leave, and
+the forwards of padding that compile GPU kernels before the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from common.attention.backend import ForwardInput, KernelShape
+from common.device.stream import Device, Scope, Stream
+from common.draft.head import DraftHead
+from common.kv.layer_group import LayerGroupSpec
+from common.kv.pool import KvPool, LeaseState, RowLease
+from common.kv.rows import PADDING_ROW
+from common.kv.slot_allocator import PADDING_SLOT
+from common.model.target import TargetModel
+from common.priority import DEFAULT_AGEING, Ageing
+from common.sampling.state import DrawKernels, SamplingState
+from common.telemetry.timeline import Timeline, Track
+
+PhaseT = TypeVar("PhaseT", bound=Enum)
+EventT = TypeVar("EventT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """The model, the device and the like with which an engine computes.
+
+    `draft` is None if the engine uses no draft head. Tokens are drawn by `draw_kernels`, or by PyTorch's operators
+    without them.
+    """
+
+    model: TargetModel
+    device: Device
+    draft: DraftHead | None = None
+    draw_kernels: DrawKernels | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+
+    @property
+    def layer_groups(self) -> list[LayerGroupSpec]:
+        """The layers that attend all tokens: the model's, and then the draft head's."""
+        return [self.model.layer_group, *([self.draft.layer_group] if self.draft is not None else [])]
+
+    @property
+    def num_draft_layers(self) -> int:
+        """The number of the draft head's layers, 0 without a head."""
+        return 0 if self.draft is None else self.draft.layer_group.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The options of an engine of either kind.
+
+    `overlap=False` finishes each step before the next is scheduled. With `prefix_cache` a prompt begins after its
+    longest prefix whose KV an earlier one left in the pool. `ageing` changes priorities while prompts wait.
+    """
+
+    overlap: bool = True
+    prefix_cache: bool = True
+    ageing: Ageing = DEFAULT_AGEING
+    debug_checks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRule(Generic[PhaseT]):
+    """The rule of one phase: the state of the lease of the pool row, None if no row is held, and the phases of which
+    one comes next.
+    """
+
+    lease: LeaseState | None
+    following: frozenset[PhaseT]
+
+    def check_followed_by(self, phase: PhaseT, *, who: str) -> None:
+        """Raises AssertionError if `phase` cannot follow."""
+        assert phase in self.following, f"{who}: {phase} does not follow"
+
+    def settle(self, lease: RowLease | None, pool: KvPool, *, who: str) -> None:
+        """Sets the lease's state to that of this phase, or releases the lease if the phase holds no row."""
+        if self.lease is not None:
+            assert lease is not None, f"{who} holds no row"
+            lease.state = self.lease
+        elif lease is not None:
+            pool.release(lease)
+
+
+class Outbox(Generic[EventT]):
+    """Collects events for the edge until they are handed over. Only the engine thread calls it.
+
+    `hand_over` passes them to `deliver`. Without `deliver` every event is kept until `take`.
+    """
+
+    def __init__(self, deliver: Callable[[Sequence[EventT]], None] | None, track: Track) -> None:
+        self._deliver = deliver
+        self._track = track
+        self._events: list[EventT] = []
+
+    def post(self, event: EventT) -> None:
+        self._events.append(event)
+
+    def post_all(self, events: Iterable[EventT]) -> None:
+        self._events += events
+
+    def hand_over(self) -> None:
+        """Passes the collected events to `deliver`. The edge's thread then competes for the interpreter."""
+        if self._deliver is not None and self._events:
+            with self._track.span("deliver", events=len(self._events)):
+                self._deliver(self._taken())
+
+    def take(self, *, is_handed_over_soon: bool = False) -> Sequence[EventT]:
+        """Removes the collected events and returns them, for the end of a step.
+
+        If `deliver` exists and `is_handed_over_soon` is True, it keeps them for `hand_over` and returns no event.
+        """
+        return () if is_handed_over_soon and self._deliver is not None else self._taken()
+
+    def _taken(self) -> Sequence[EventT]:
+        events, self._events = self._events, []
+        return events
+
+
+def warm_kernels(
+    parts: EngineParts,
+    *,
+    draft_topk: int,
+    pool: KvPool,
+    sampling_state: SamplingState,
+    stream: Stream,
+    timeout_s: float,
+) -> None:
+    """Runs forwards of padding on `stream`, to compile all kernels of the target, the draft head and sampling.
+
+    It runs one forward for each shape for which attention has a kernel, also with tree masks if `draft_topk` is above
+    1 (tree drafting). Blocks until all are done. Raises PieceFailed if one fails, and DeviceTimeout after `timeout_s`.
+    """
+    model, draft, device = parts.model, parts.draft, parts.device
+    shapes = model.attention.kernel_shapes(with_masks=draft_topk > 1)
+    draws = sampling_state.kernels
+
+    @torch.inference_mode()
+    def compile_kernels() -> None:
+        for shape in shapes:
+            window = _padding_forward(shape, pool, model.layer_group.name)
+            output = model.forward(window)
+            if draft is None:
+                continue
+            assert output.hidden is not None, "the target captures what the head reads"
+            window = replace(window, kv=pool.buffers[draft.layer_group.name], windows=())
+            hidden = draft.fuse(output.hidden)
+            for layer in range(draft.layer_group.num_layers):
+                draft.forward(window, hidden, layer=layer)
+
+        if draws is not None:
+            compile_draws(draws)
+
+    def compile_draws(draws: DrawKernels) -> None:
+        """Runs each sampling kernel once, on row 0, which is padding."""
+        row = torch.full((1,), PADDING_ROW, dtype=torch.int64, device=device.torch_device)
+        logits = torch.zeros((1, sampling_state.vocab_size), device=device.torch_device)
+        draws.draw(logits, row, row, sampling_state, None, is_counted=False)
+        if draft is not None:
+            logits = torch.zeros((1, draft.token_ids.shape[0]), device=device.torch_device)
+            draws.propose(logits, draft.token_ids, row, row, sampling_state)
+            draws.couple(logits, draft.token_ids, row, row, sampling_state)
+
+    if shapes or draws is not None:
+        scope = Scope("compiling kernels")
+        stream.wait(device.schedule_stream.record())
+        stream.enqueue(compile_kernels, scope)
+        stream.record(scope).synchronize(timeout_s)
+
+
+def _padding_forward(shape: KernelShape, pool: KvPool, group: str) -> ForwardInput:
+    """Returns the input of a forward of this shape, over row 0 and slot 0, which are padding.
+
+    `group` is the name of the layer group in `pool` whose KV the forward reads and writes.
+    """
+    table = pool.rows.req_to_token
+
+    def column(length: int, value: int) -> Tensor:
+        return torch.full((length,), value, dtype=torch.int64, device=table.device)
+
+    num_new = shape.num_new
+    return ForwardInput(
+        input_ids=column(num_new, 0),
+        positions=column(num_new, 0),
+        out_cache_loc=column(num_new, PADDING_SLOT),
+        req_to_token=table,
+        req_pool_indices=column(1, PADDING_ROW),
+        seq_lens=column(1, min(num_new, table.shape[1])),
+        prefix_lens=(0,),
+        extend_lens=(num_new,),
+        max_seq_len=shape.max_seq_len,
+        kv=pool.buffers[group],
+        windows=pool.windows_beside(group),
+        logits_rows=column(1, num_new - 1),
+        tree_mask=torch.ones((num_new, num_new), dtype=torch.bool, device=table.device) if shape.has_mask else None,
+    )
