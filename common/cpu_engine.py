@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,31 +25,14 @@ if TYPE_CHECKING:  # these modules import this one
 _OPTIONAL = ("baton_cpu", "llvmlite", "numba")
 
 
-class Log(Protocol):
-    """The part of a structlog logger that the engine uses. The engine has no logging library of its own."""
-
-    def info(self, event: str, *values: object, **fields: object) -> object: ...
-
-    def warning(self, event: str, *values: object, **fields: object) -> object: ...
-
-
-class _NoLog:
-    def info(self, event: str, *values: object, **fields: object) -> None: ...
-
-    def warning(self, event: str, *values: object, **fields: object) -> None: ...
-
-
-NO_LOG: Log = _NoLog()
-
-
 class CpuEngine(Protocol):
     """The compiled engine, for models whose tensors are on the CPU."""
 
-    def keep_kernels(self, directory: Path | None, log: Log = NO_LOG) -> None:
+    def keep_kernels(self, directory: Path | None, log: Any = ...) -> None:
         """Sets the directory where compiled kernels are stored and looked up from now on.
 
-        None, the initial state, stores nothing: each process compiles its own. Files that cannot be read or written are
-        reported to `log`.
+        None, the initial state, stores nothing: each process compiles its own. `log`, a structlog
+        logger, is told of files that cannot be read or written.
         """
 
     def new_attention(
@@ -108,15 +91,15 @@ class CpuEngine(Protocol):
         max_tokens: int,
         niceness: int = 0,
         check: Callable[[], None] = lambda: None,
-        log: Log = NO_LOG,
+        log: Any = ...,
     ) -> float:
         """Makes `model`, and `draft` if it has programs, run forwards of up to `max_tokens` tokens as one compiled
         program.
 
         The program uses `num_threads` threads. Call this once, because it releases what it needs for the compilation.
         Returns the largest difference between the program's logits and the model's, relative to their size. `niceness`
-        applies to the compiling process. `check` is called between parts of the work, and may raise. `log` receives the
-        progress.
+        applies to the compiling process. `check` is called between parts of the work, and may raise. `log`, a structlog
+        logger, receives the progress.
 
         Raises StartupError if kernels cannot be compiled or the program differs too much, OSError if memory is short.
         After an error the model runs as before.
