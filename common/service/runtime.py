@@ -22,7 +22,7 @@ from common.checkpoints.draft_source import resolve_draft
 from common.checkpoints.source import resolve_model
 from common.config.fast_paths import FastPath
 from common.config.settings import ServiceSettings
-from common.cpu_engine import cpu_engine
+from common.cpu_engine import CpuEngine, cpu_engine
 from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device
 from common.draft.load import load_draft
@@ -72,10 +72,10 @@ _log = structlog.get_logger(__name__)
 class Runtime:
     """Everything that was loaded for a service: model, draft head, device and the like.
 
-    `directory` is the model's directory. `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the
-    background work that compiles forwards into programs, None if there is none. `populates` says whether the KV pool's
-    memory is allocated in the background. `ranks` are the other processes that compute the model, None if there are
-    none.
+    `directory` is the model's directory. `cpu_engine` is None on a GPU, and where the engine is not installed.
+    `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the background work that compiles forwards
+    into programs, None if there is none. `populates` says whether the KV pool's memory is allocated in the background.
+    `ranks` are the other processes that compute the model, None if there are none.
 
     When the process changes its role, all of it stays but `device` and `beside` (see `in_role`). `beside` runs what
     belongs to one role, `beside_roles` what goes on while the role changes.
@@ -85,6 +85,7 @@ class Runtime:
     model: TargetModel
     draft: PagedHead | None
     device: Device
+    cpu_engine: CpuEngine | None
     draw_kernels: DrawKernels | None
     timeline: Timeline
     fingerprint: Fingerprint
@@ -363,6 +364,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
         model=model,
         draft=head,
         device=device,
+        cpu_engine=engine,
         draw_kernels=draw_kernels,
         timeline=timeline,
         fingerprint=fingerprint,

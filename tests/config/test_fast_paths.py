@@ -247,4 +247,4 @@ def test_large_kv_lands_past_the_caches(nontemporal: bool, opened: Opens) -> Non
     settings = DecodeSettings(**options)
     engine = new_engine(settings, process, engine_config(settings, None), SIZE, on_step=lambda stats: None)
     engine.close()
-    assert engine._landing._copy is (copy_kv if nontemporal else Tensor.copy_)
+    assert engine._landing._copy_kv is (copy_kv if nontemporal else Tensor.copy_)

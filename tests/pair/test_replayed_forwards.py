@@ -92,7 +92,7 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
     monkeypatch.setattr(CalledGraph, "record", record)
     target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32")
     device = RecordingCpuDevice()
-    runtime = SimpleNamespace(parts=EngineParts(model=target, device=device))
+    runtime = SimpleNamespace(parts=EngineParts(model=target, device=device), cpu_engine=None)
     size = PoolSize(max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="the test")
     process = Process(
         instance_id="here",
