@@ -22,7 +22,6 @@ from common.checkpoints.draft_source import resolve_draft
 from common.checkpoints.source import resolve_model
 from common.config.fast_paths import FastPath
 from common.config.settings import ServiceSettings
-from common.cpu_engine import CpuEngine, cpu_engine
 from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device
 from common.draft.load import load_draft
@@ -50,6 +49,7 @@ from common.priority import Ageing
 from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ranks
 from common.ranks.own_kv import TABLE_ENTRY_BYTES
 from common.sampling.state import DrawKernels
+from common.service.cpu_engine import CpuEngine, cpu_engine
 from common.service.work_beside import Check, Work, WorkBeside, new_fusing, populating
 from common.telemetry.step_stats import ForwardCounts
 from common.telemetry.timeline import Timeline
@@ -306,6 +306,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
         kv_dtype=settings.kv_dtype,
         max_context_tokens=settings.max_context_tokens,
         attention=settings.attention,
+        cpu_engine=engine,
         optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),
     )
     ranks = None
@@ -348,7 +349,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
         rotation=model.rotation or "the same for all lengths",
     )
     with model_faults(f"draft: {settings.draft}"):
-        head, draft = _load_draft(settings, model) if settings.draft else (None, None)
+        head, draft = _load_draft(settings, model, engine) if settings.draft else (None, None)
     fingerprint = compute_fingerprint(directory, model, protocol_version=PROTOCOL_VERSION, draft=draft)
     fusing = None
     if settings.fuses_forwards and engine is not None:
@@ -385,7 +386,9 @@ def _only_log_lines() -> None:
     disable_progress_bars()
 
 
-def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHead, LoadedDraft]:
+def _load_draft(
+    settings: ServiceSettings, model: TargetModel, engine: CpuEngine | None
+) -> tuple[PagedHead, LoadedDraft]:
     directory = resolve_draft(settings.draft, _LoggedProgress())
     _log.info("loading_draft", draft=settings.draft, directory=str(directory))
     try:
@@ -395,6 +398,7 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
             device=settings.device,
             dtype=settings.dtype,
             attention=settings.attention,
+            cpu_engine=engine,
             fuses=settings.fuses_forwards,
         )
     except StartupError as error:

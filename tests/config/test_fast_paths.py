@@ -24,13 +24,13 @@ from common.attention.torch_attention import TorchAttention
 from common.checkpoints.cache import kernels_cache_dir
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
-from common.cpu_engine import CpuEngine
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
 from common.sampling.triton_draws import TritonDraws
 from common.service import process, runtime
+from common.service.cpu_engine import CpuEngine
 from common.service.process import Process, Serve, run_service
 from common.service.program import EXIT_STARTUP
 from common.service.roles import RoleSwitch

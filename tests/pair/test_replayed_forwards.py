@@ -20,7 +20,6 @@ from common.draft.head import DraftHead
 from common.engine.parts import EngineParts
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from common.service.process import Process
@@ -28,6 +27,7 @@ from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime
 from decode_service import main as decode_main
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same
+from tests.support.loading import load_target
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import CalledGraph, RecordingCpuDevice
 

@@ -22,9 +22,9 @@ from common.device.errors import DeviceLost
 from common.device.graph import GraphRecorder
 from common.errors import StartupError
 from common.kv.kv_shard import WHOLE, KvShard
-from common.model.loader import load_target
 from common.ranks.leader import Ranks
 from common.sampling.params import ResolvedSampling
+from tests.support.loading import load_target
 from tests.support.pair import MakePair, PairOptions
 from tests.support.ranked import ranked_model
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until

@@ -8,13 +8,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from common.cpu_engine import cpu_engine
 from common.device.factory import open_device
 from common.device.stream import Device
 from common.engine.parts import EngineConfig, EngineParts
 from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
+from common.service.cpu_engine import cpu_engine
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine
