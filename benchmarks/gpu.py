@@ -34,6 +34,7 @@ from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.sampling.params import ResolvedSampling
+from common.service.cpu_engine import cpu_engine
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
 from decode_service.forward.worker import WorkerOutput
@@ -337,7 +338,8 @@ def main() -> None:
     bandwidth = bandwidth_bytes_per_s(args.device, sizes.bandwidth_bytes)
     model = random_model(sizes.config, args.device, PROBE_NAME)
     num_bytes = step_bytes(model)
-    target = target_of(model, name="8B", device=args.device, dtype=DTYPE)
+    engine = cpu_engine(torch.device(args.device))  # None but in a rehearsal
+    target = target_of(model, name="8B", device=args.device, dtype=DTYPE, cpu_engine=engine)
     one = decode(target, sizes, 1, args.device)
     many = decode(target, sizes, sizes.num_rows, args.device)
     local = steps_beside_local_prompts(target, sizes, args.device)
@@ -347,7 +349,11 @@ def main() -> None:
     if not args.no_peer:
         of_peer = peer_s(random_model(sizes.config, args.device, "sdpa"), sizes) / run_s
     narrow = target_of(
-        random_model(sizes.handoff_config, args.device, PROBE_NAME), name="KV", device=args.device, dtype=DTYPE
+        random_model(sizes.handoff_config, args.device, PROBE_NAME),
+        name="KV",
+        device=args.device,
+        dtype=DTYPE,
+        cpu_engine=engine,
     )
     handoff = handoff_bytes_per_s(narrow, sizes, args.device)
     of_bandwidth = num_bytes / bandwidth / one.step_s

@@ -20,13 +20,12 @@ from benchmarks.machine import demo_model_dir
 from common.checkpoints.source import resolve_draft
 from common.device.factory import open_device
 from common.device.stream import Device, Event, Stream
-from common.draft.load import load_draft
 from common.kv.pool import KvPool
-from common.model.loader import load_target
 from common.sampling.params import ResolvedSampling
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.worker import Worker, WorkerOutput
 from decode_service.schedule.schedule_batch import ScheduleBatch
+from tests.support.loading import load_draft, load_target
 from tests.support.pair import InProcessPair, PairOptions
 
 NUM_SHOWN = 8

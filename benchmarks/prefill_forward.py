@@ -27,12 +27,12 @@ from benchmarks.machine import demo_model_dir  # noqa: E402
 from benchmarks.model_costs import ModelCosts  # noqa: E402
 from common.checkpoints.cache import kernels_cache_dir  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
-from common.model.loader import load_target  # noqa: E402
 from common.sampling.params import ResolvedSampling  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
 from prefill_service.messages import BytesSent, CallDone, FrameReady, OpenCall  # noqa: E402
 from prefill_service.schedule.scheduler import PrefillEngine  # noqa: E402
 from tests.support.engines import new_prefill_engine  # noqa: E402
+from tests.support.loading import load_target  # noqa: E402
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ from benchmarks.benchmark_run import BenchmarkRun
 from common.attention.backend import ForwardInput
 from common.checkpoints.cache import kernels_cache_dir
 from common.checkpoints.source import resolve_model
-from common.cpu_engine import cpu_engine
 from common.model.loader import LoadArguments, load_target
 from common.model.target import TargetModel
 from common.ranks.leader import Ranks, lost_ranks_named
+from common.service.cpu_engine import cpu_engine
 
 NUM_RANKS = 2
 CONTEXT = 200
@@ -121,6 +121,7 @@ def main() -> None:
         kv_dtype="auto",
         max_context_tokens=None,
         attention="kernels",
+        cpu_engine=engine,
         optimizes_modules=True,
     )
     with ExitStack() as stack:

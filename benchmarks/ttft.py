@@ -39,9 +39,9 @@ from common.host.cores import (  # noqa: E402
     switch_threads_early,
 )
 from common.host.memory import keep_freed_memory  # noqa: E402
-from common.model.loader import load_target  # noqa: E402
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES  # noqa: E402
 from common.sampling.params import ResolvedSampling  # noqa: E402
+from tests.support.loading import load_target  # noqa: E402
 from tests.support.pair import InProcessPair, PairOptions  # noqa: E402
 
 MAX_SHARE = 0.1

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import structlog
+from torch import Tensor
 
 from common.addresses import is_loopback
 from common.config.fast_paths import FastPath
@@ -21,6 +22,7 @@ from common.config.settings import DecodeSettings
 from common.device.stream import PieceFailed
 from common.draft.head import DraftHead
 from common.errors import StartupError
+from common.kv.pool import CopyKv
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
 from common.model.model_files import GENERATION_CONFIG
 from common.model.sampling_defaults import read_sampling_defaults
@@ -250,7 +252,6 @@ def engine_config(settings: DecodeSettings, draft: DraftHead | None) -> DecodeCo
         local_prefill_tokens=settings.max_short_prompt,
         prefill_fallback=settings.prefill_fallback,
         replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
-        nontemporal_copies=settings.uses(FastPath.NONTEMPORAL_COPIES),
         max_handoff_attempts=settings.max_handoff_attempts,
         prefill_timeout_s=settings.prefill_timeout_s,
         best_priority=settings.best_priority,
@@ -276,12 +277,20 @@ def new_engine(
                 size,
                 process.runtime.parts,
                 depth=depth_of(spec_info, adapts=settings.adaptive_depth),
+                copy_kv=_copy_kv(settings, process.runtime),
                 on_step=on_step,
                 deliver=deliver,
             )
     except PieceFailed as error:  # only recording has run so far
         message = "the model's forwards cannot be recorded, and run as they are with it among disabled_fast_paths"
         raise StartupError(f"{FastPath.CUDA_GRAPHS}: {message}: {error}") from error
+
+
+def _copy_kv(settings: DecodeSettings, runtime: Runtime) -> CopyKv:
+    """Returns the function that copies received KV: on a CPU one that may bypass the caches."""
+    if runtime.cpu_engine is None or not settings.uses(FastPath.NONTEMPORAL_COPIES):
+        return Tensor.copy_
+    return runtime.cpu_engine.kv_copy()
 
 
 def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, config: DecodeConfig) -> MemoryBeside:

@@ -33,10 +33,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from baton_cpu.compiler.kernel_cache import keep_kernels
 from common.checkpoints.cache import kernels_cache_dir
 from common.errors import StartupError, UnsupportedModel
-from common.model.loader import load_target
 from common.model.model_files import one_line
 from common.model.traits import check_config
 from tests.model.paged_model import PagedModel
+from tests.support.loading import load_target
 
 EQUAL, REFUSED, NOT_BUILT, WRONG, FAILS = "equal", "refused", "could not be built", "wrong", "ready and failing"
 _TIMEOUT_S = 90.0

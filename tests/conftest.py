@@ -16,8 +16,8 @@ import torch
 
 import tests.support.triton_interpreter  # noqa: F401 -- first: what follows imports triton
 from common.checkpoints.cache import kernels_cache_dir
-from common.model.loader import load_target
 from common.model.target import TargetModel
+from tests.support.loading import load_target
 from tests.support.models import save_last_token_model, save_tiny_model
 from tests.support.pair import MakePair, pairs_that_keep_all
 

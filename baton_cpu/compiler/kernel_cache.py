@@ -15,7 +15,7 @@ import llvmlite.binding
 import numba
 
 from baton_cpu.compiler.jit import Kernel, jit
-from common.cpu_engine import NO_LOG, Log
+from baton_cpu.log import NO_LOG, Log
 
 _choosing = threading.Lock()  # held while numba's cache directory, one for the whole process, is changed
 

@@ -22,6 +22,7 @@ import torch
 
 from baton_cpu.compiler.jit import Kernel
 from baton_cpu.compiler.kernel_cache import kept_in, kernels_dir, kernels_key
+from baton_cpu.log import NO_LOG, Log
 from baton_cpu.program.builder import FusedDecoder, with_capture
 from baton_cpu.program.comparison import difference, head_difference, target_tolerance, tolerance
 from baton_cpu.program.eagle3_head import HeadPrograms
@@ -29,7 +30,6 @@ from baton_cpu.program.forward import NUM_CALL_WORDS, FusedForward, FusedHead
 from baton_cpu.program.kernel.run import take_part
 from baton_cpu.program.kernel.team import Team
 from common.checkpoints.cache import CannotBeMade, make_once, run_python
-from common.cpu_engine import NO_LOG, Log
 from common.draft.head import HeadProgram
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError

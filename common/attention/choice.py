@@ -5,21 +5,38 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from common.attention.backend import AttentionBackend
 from common.attention.torch_attention import TorchAttention
-from common.cpu_engine import cpu_engine
 from common.errors import StartupError
 from common.sampling.state import DrawKernels
 
 AttentionKind = Literal["kernels", "torch"]
 """"kernels": kernels made for the device, which read the paged pool in place, and on a GPU also draw tokens.
 
-"torch": PyTorch's operators, the reference, which run anywhere. A CPU without `baton_cpu` uses them for either.
+"torch": PyTorch's operators, the reference, which run anywhere. A CPU without a compiled engine uses them for either.
 """
+
+
+class AttentionEngine(Protocol):
+    """What a compiled engine for CPUs does for attention."""
+
+    def new_attention(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        first_kv_head: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        fp8_kv: bool,
+    ) -> AttentionBackend:
+        """Returns the attention backend for layers of a CPU's model. The arguments mean what they mean for
+        `new_attention` below. It compiles kernels, which takes seconds.
+        """
 
 
 def shared_bytes_of(torch_device: torch.device) -> int:
@@ -43,23 +60,23 @@ def new_attention(
     torch_device: torch.device,
     first_kv_head: int = 0,
     fp8_kv: bool = False,
+    cpu_engine: AttentionEngine | None = None,
     shared_bytes: Callable[[torch.device], int] = shared_bytes_of,
     overlaps: Callable[[torch.device], bool] = overlaps_kernels,
 ) -> AttentionBackend:
     """Returns a backend for layers with `num_heads` query heads over `num_kv_heads` key and value heads of `head_dim`.
 
     It takes pools of `dtype`, and with `fp8_kv` also pools in FP8. A pool may have more heads, if the layer's begin at
-    `first_kv_head`; on CUDA it has none.
+    `first_kv_head`; on CUDA it has none. On a CPU kernels come from `cpu_engine`; without it PyTorch's operators
+    compute.
 
     `shared_bytes` and `overlaps` are called to ask for properties of a CUDA device; a test may replace them.
     Raises StartupError if the backend cannot serve these heads, or cannot be compiled.
     """
-    if kind == "torch":
+    if kind == "torch" or (torch_device.type == "cpu" and cpu_engine is None):
         return TorchAttention(range(first_kv_head, first_kv_head + num_kv_heads))
-    if torch_device.type == "cpu":
-        if (engine := cpu_engine(torch_device)) is None:
-            return TorchAttention(range(first_kv_head, first_kv_head + num_kv_heads))
-        return engine.new_attention(
+    if cpu_engine is not None:
+        return cpu_engine.new_attention(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             first_kv_head=first_kv_head,

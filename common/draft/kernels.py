@@ -6,12 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
-
-from common.cpu_engine import cpu_engine
 
 Rotation = tuple[Tensor, Tensor]
 """The cosines and sines of a rotary position embedding, [1, T, head_dim] each."""
@@ -37,12 +34,6 @@ class Kernels(Protocol):
 
         `rotation` holds the cosines and the sines, [1, T, head_dim] each.
         """
-
-
-def kernels_for(device: torch.device) -> Kernels:
-    """Returns the compiled CPU engine's kernels if it is installed and `device` is a CPU, else PyTorch's operators."""
-    engine = cpu_engine(device)
-    return TorchKernels() if engine is None else engine.head_kernels()
 
 
 class TorchKernels:

@@ -13,13 +13,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from common.attention.choice import AttentionKind
-from common.cpu_engine import cpu_engine
 from common.draft.checkpoint import Checkpoint
 from common.draft.eagle import EagleHead
 from common.draft.eagle3 import Eagle3Head
 from common.draft.formats import read_spec
 from common.draft.mtp import MtpHead, belongs_to_target
-from common.draft.paged_head import HeadParts, PagedHead
+from common.draft.paged_head import HeadEngine, HeadParts, PagedHead
 from common.draft.spec import DraftSpec, Eagle3Spec, EagleSpec, MtpSpec
 from common.errors import DraftMismatch
 from common.model.loader import DTYPES
@@ -35,13 +34,15 @@ def load_draft(
     device: str,
     dtype: str,
     attention: AttentionKind = "kernels",
+    cpu_engine: HeadEngine | None = None,
     fuses: bool = False,
 ) -> PagedHead:
     """Loads the draft head in `directory`. `device` and `dtype` must be those of `target`.
 
     The head uses the target's embedding if it has none of its own. `attention` is the kind of the head's attention
-    backend. `fuses` prepares the head to be compiled into programs, if the CPU engine supports its format; then the
-    checkpoint's tensors stay in memory until it is compiled.
+    backend. On a CPU, `cpu_engine` computes the head's layers, or PyTorch's operators without it. `fuses` prepares the
+    head to be compiled into programs, if that engine supports its format; then the checkpoint's tensors stay in memory
+    until it is compiled.
 
     Raises DraftMismatch if tensors or config keys are missing, unknown, or do not fit each other or the target, and
     UnsupportedModel for traits that are not supported. It never initialises weights at random.
@@ -61,11 +62,10 @@ def load_draft(
     )
     of_programs = checkpoint.untaken()
     kv_dtype = target.layer_group.dtype
-    head = _make(HeadParts(checkpoint, target, files, dtype, kv_dtype, attention), spec)
+    head = _make(HeadParts(checkpoint, target, files, dtype, kv_dtype, attention, cpu_engine), spec)
     checkpoint.finish()
-    fuses = fuses and kv_dtype == dtype
-    if fuses and isinstance(spec, Eagle3Spec) and (engine := cpu_engine(torch_device)) is not None:
-        head.new_programs = engine.new_head_programs(of_programs, spec, target)
+    if fuses and kv_dtype == dtype and isinstance(spec, Eagle3Spec) and cpu_engine is not None:
+        head.new_programs = cpu_engine.new_head_programs(of_programs, spec, target)
     return head
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.attention.backend import AttentionPlan, ForwardInput
-from common.attention.choice import AttentionKind, new_attention
+from common.attention.choice import AttentionEngine, AttentionKind, new_attention
 from common.attention.fp8_kv import Fp8Attention
 from common.draft.checkpoint import Checkpoint
 from common.draft.head import DraftOutput, HeadProgram, output_of
-from common.draft.kernels import Kernels, Op, Rotation, kernels_for
-from common.draft.spec import BlockSpec
+from common.draft.kernels import Kernels, Op, Rotation, TorchKernels
+from common.draft.spec import BlockSpec, Eagle3Spec
 from common.errors import DraftMismatch
 from common.kv.layer_group import DRAFT_GROUP, KV_FP8, LayerGroupSpec
 from common.model.capture import HiddenCapture
@@ -25,11 +26,25 @@ from common.model.target import TargetModel
 from common.telemetry.stats import ForwardCounts
 
 
+class HeadEngine(AttentionEngine, Protocol):
+    """What a compiled engine for CPUs does for draft heads."""
+
+    def head_kernels(self) -> Kernels:
+        """Returns the kernels that the layers of draft heads use."""
+
+    def new_head_programs(self, checkpoint: Checkpoint, spec: Eagle3Spec, target: TargetModel) -> NewProgram | None:
+        """Returns the function that compiles the draft head in `checkpoint`, whose tensors fit `spec` and `target`.
+
+        Returns None if the engine does not support the head's dtype, sizes or variant.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class HeadParts:
     """The sources from which a head is built: its checkpoint and files, and the target whose parts it shares.
 
-    `dtype` is the name of the target's dtype, and `kv_dtype` that of the target's KV.
+    `dtype` is the name of the target's dtype, and `kv_dtype` that of the target's KV. `cpu_engine` computes the layers
+    on a CPU; None if PyTorch's operators do.
     """
 
     checkpoint: Checkpoint
@@ -38,6 +53,7 @@ class HeadParts:
     dtype: str
     kv_dtype: str
     attention: AttentionKind
+    cpu_engine: HeadEngine | None
 
     @property
     def directory(self) -> str:
@@ -86,7 +102,7 @@ class PagedHead(ABC):
         self.hidden_size = spec.hidden_size
         self.token_ids = token_ids
         self.feeds_target_hidden = feeds_target_hidden
-        self._kernels: Kernels = kernels_for(parts.target.torch_device)
+        self._kernels: Kernels = TorchKernels() if parts.cpu_engine is None else parts.cpu_engine.head_kernels()
         attention = new_attention(
             parts.attention,
             num_heads=spec.num_heads,
@@ -95,6 +111,7 @@ class PagedHead(ABC):
             dtype=parts.target.dtype,
             torch_device=parts.target.torch_device,
             fp8_kv=parts.kv_dtype == KV_FP8,
+            cpu_engine=parts.cpu_engine,
         )
         self.attention = Fp8Attention(attention) if parts.kv_dtype == KV_FP8 else attention
         self._rope = LlamaRotaryEmbedding(spec.rope).to(parts.target.torch_device)

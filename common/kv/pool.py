@@ -39,7 +39,10 @@ from common.kv.slot_allocator import PADDING_SLOT, SlotAllocator, Slots
 from common.kv.window_slots import WindowKv, WindowSlots
 from common.telemetry.stats import PoolCounts, PrefixCounts
 
-__all__ = ["CacheKey", "KvPool", "LeaseState", "RowLease"]
+__all__ = ["CacheKey", "CopyKv", "KvPool", "LeaseState", "RowLease"]
+
+CopyKv = Callable[[Tensor, Tensor], object]
+"""Copies KV [layers, planes, tokens, ...] from its second argument to its first, of the same shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 from torch import nn
 
 from common.attention.backend import ATTENTION_NAME, AttentionBackend, AttentionOfGroups
-from common.attention.choice import AttentionKind, new_attention, overlaps_kernels
+from common.attention.choice import AttentionEngine, AttentionKind, new_attention, overlaps_kernels
 from common.attention.fp8_kv import Fp8Attention, KvScale
-from common.cpu_engine import cpu_engine
 from common.errors import UnsupportedModel
 from common.kv.layer_group import KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers
 from common.model.cutting import add_up, cut_model
 from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
+from common.model.forward_program import NewProgram
 from common.model.gpu_experts import use_recordable_experts
 from common.model.model_files import (
     ModelFiles,
@@ -49,6 +49,25 @@ KvDtype = Literal["auto", "unquantized", "fp8_e4m3"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class ModelEngine(AttentionEngine, Protocol):
+    """What a compiled engine for CPUs does for models. Other ranks get it too, so it can be pickled."""
+
+    def keep_kernels(self, directory: Path | None) -> None:
+        """Sets the directory where this process stores compiled kernels and looks them up from now on.
+
+        None, the initial state, stores nothing: each process compiles its own.
+        """
+
+    def optimize_modules(self, model: nn.Module) -> None:
+        """Replaces the parts of `model` that the engine knows by faster modules that compute the same."""
+
+    def new_decoder(self, model: nn.Module) -> NewProgram | None:
+        """Returns the function that compiles `model`. Only `optimize_modules` may change its modules afterwards.
+
+        Returns None if the engine does not support the model's class, dtype or sizes.
+        """
+
+
 class LoadArguments(TypedDict):
     """Arguments of `load_target` that are the same for all ranks."""
 
@@ -57,6 +76,7 @@ class LoadArguments(TypedDict):
     kv_dtype: KvDtype
     max_context_tokens: int | None
     attention: AttentionKind
+    cpu_engine: ModelEngine | None
     optimizes_modules: bool
 
 
@@ -68,6 +88,7 @@ def load_target(
     kv_dtype: KvDtype = "auto",
     max_context_tokens: int | None = None,
     attention: AttentionKind = "kernels",
+    cpu_engine: ModelEngine | None = None,
     fuses: bool = False,
     optimizes_modules: bool = True,
     on_progress: OnBytes = lambda num_done, num_total: None,
@@ -83,9 +104,9 @@ def load_target(
     With `part` only this part of the model is kept, and all ranks must load it at the same time, because they check it
     together.
 
-    If the model's class is known: `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules`
-    replaces its modules by fewer and faster ones. Raises UnsupportedModel, naming the trait, for a model that is not
-    served (see traits.py).
+    On a CPU `cpu_engine` makes the model fast; without it PyTorch's operators compute. If the model's class is known:
+    `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules` replaces its modules by fewer
+    and faster ones. Raises UnsupportedModel, naming the trait, for a model that is not served (see traits.py).
     """
     refuse_broken_links(directory)
     versions = read_versions(directory)
@@ -112,6 +133,7 @@ def load_target(
         rotation=rotation,
         eos_token_ids=eos_token_ids,
         attention=attention,
+        cpu_engine=cpu_engine,
         fuses=fuses,
         optimizes_modules=optimizes_modules,
         part=part,
@@ -131,6 +153,7 @@ def target_of(
     rotation: str = "",
     eos_token_ids: tuple[int, ...] = (),
     attention: AttentionKind = "kernels",
+    cpu_engine: ModelEngine | None = None,
     fuses: bool = False,
     optimizes_modules: bool = True,
     part: Part | None = None,
@@ -175,6 +198,7 @@ def target_of(
             dtype=DTYPES[dtype],
             torch_device=torch_device,
             fp8_kv=kv_dtype == KV_FP8,
+            cpu_engine=cpu_engine,
         )
 
     full, *of_windows = (backend_of(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in layers_of)
@@ -182,10 +206,10 @@ def target_of(
     if kv_dtype == KV_FP8:
         backend = Fp8Attention(backend, kv_scales)
     new_decoder = None
-    if (engine := cpu_engine(torch_device)) is not None:
-        new_decoder = engine.new_decoder(model) if fuses and kv_dtype == dtype and part is None else None
+    if cpu_engine is not None:
+        new_decoder = cpu_engine.new_decoder(model) if fuses and kv_dtype == dtype and part is None else None
         if optimizes_modules:
-            engine.optimize_modules(model)
+            cpu_engine.optimize_modules(model)
     elif torch_device.type != "cpu":
         use_recordable_experts(model, torch_device)
         if optimizes_modules and attention == "kernels":

@@ -20,7 +20,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from common.cpu_engine import cpu_engine
 from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device, Graph, GraphWork
 from common.errors import BatonError
@@ -88,11 +87,10 @@ def _serve(load: Load, connection: Connection, files: ReceivedFiles, memory: Ten
     torch.set_num_threads(load.num_threads)
     allow_tf32(load.tf32)
     torch_device, counters = torch.device(load.arguments["device"]), memory[: load.collective_bytes]
-    if (engine := cpu_engine(torch_device)) is not None:
-        engine.keep_kernels(load.kernels_dir)
-    if load.store_port is None:
-        assert engine is not None, "the first rank has the engine for CPUs"
-        collective = engine.new_collective(counters, rank=load.rank, num_ranks=load.num_ranks)
+    if (cpu_engine := load.arguments["cpu_engine"]) is not None:
+        cpu_engine.keep_kernels(load.kernels_dir)
+    if load.engine is not None:
+        collective = load.engine.new_collective(counters, rank=load.rank, num_ranks=load.num_ranks)
         target = load_target(load.directory, **load.arguments, part=Part(load.rank, load.num_ranks, collective))
         _compute(target, connection, files)
         return

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.cpu_engine import CpuEngine
 from common.device.stream import GraphRecorder
 from common.errors import StartupError
 from common.host.peer_process import start_peer
@@ -35,7 +34,7 @@ from common.host.shared_tensors import SharedTensors
 from common.kv.kv_shard import KvShard
 from common.model.loader import LoadArguments
 from common.model.part import Collective, MemberLost, Part
-from common.ranks.messages import Load, NewFile, NoMorePool, ToFollower
+from common.ranks.messages import Load, NewFile, NoMorePool, RankEngine, ToFollower
 from common.ranks.one_pool import OnePool
 from common.ranks.own_kv import OwnKv
 from common.ranks.pool_of_ranks import PoolOfRanks
@@ -59,7 +58,7 @@ class Ranks:
 
     def __init__(
         self,
-        engine: CpuEngine | None,
+        engine: RankEngine | None,
         devices: Sequence[torch.device],
         directory: Path,
         arguments: LoadArguments,
@@ -106,6 +105,7 @@ class Ranks:
         try:
             for rank in range(1, num_ranks):
                 load = Load(
+                    engine=engine,
                     directory=directory,
                     arguments=cast("LoadArguments", {**arguments, "device": str(devices[rank])}),
                     rank=rank,
@@ -267,7 +267,7 @@ def devices_of(torch_device: torch.device, num_ranks: int) -> list[torch.device]
 
 
 def open_ranks(
-    engine: CpuEngine | None,
+    engine: RankEngine | None,
     torch_device: torch.device,
     directory: Path,
     arguments: LoadArguments,

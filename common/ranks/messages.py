@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from common.host.shared_tensors import TensorPlace
 from common.model.loader import LoadArguments
+from common.model.part import Collective
+
+
+class RankEngine(Protocol):
+    """What a compiled engine for CPUs does for ranks. They all get it, so it can be pickled."""
+
+    def collective_bytes(self, num_ranks: int) -> int:
+        """Returns the size of the memory that `new_collective` takes."""
+
+    def new_collective(self, memory: Tensor, *, rank: int, num_ranks: int) -> Collective:
+        """Returns this rank's access to the others. `memory` [collective_bytes(num_ranks)] uint8 is shared by all
+        ranks, is zeros at first, and starts at a multiple of 64 bytes.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +30,11 @@ class Load:
     """The first message to a rank: the model's directory, arguments of `load_target`, the rank and its threads' number.
 
     Compiled kernels are kept in `kernels_dir`, if any. `tf32` is what `allow_tf32` takes. `collective_bytes` is the
-    size of the collective's memory, with which the first shared file (see NewFile) begins. Ranks with KV of their own
-    find each other at `store_port`; it is None if they share one pool.
+    size of the collective's memory, with which the first shared file (see NewFile) begins. `engine` connects ranks that
+    share one pool. Without it each has KV of its own, and they find each other at `store_port`.
     """
 
+    engine: RankEngine | None
     directory: Path
     arguments: LoadArguments
     rank: int

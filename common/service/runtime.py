@@ -21,7 +21,6 @@ from common.checkpoints.digest import LoadedDraft, compute_fingerprint
 from common.checkpoints.source import resolve_draft, resolve_model
 from common.config.fast_paths import FastPath
 from common.config.settings import ServiceSettings
-from common.cpu_engine import cpu_engine
 from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device
 from common.draft.load import load_draft
@@ -49,6 +48,7 @@ from common.priority import Ageing
 from common.ranks.leader import Ranks, load_together, lost_ranks_named, open_ranks
 from common.ranks.own_kv import TABLE_ENTRY_BYTES
 from common.sampling.state import DrawKernels
+from common.service.cpu_engine import CpuEngine, cpu_engine
 from common.service.work_beside import Check, Work, WorkBeside, new_fusing, populating
 from common.telemetry.stats import ForwardCounts
 from common.telemetry.timeline import Timeline
@@ -70,10 +70,10 @@ _log = structlog.get_logger(__name__)
 class Runtime:
     """Everything that was loaded for a service: model, draft head, device and the like.
 
-    `directory` is the model's directory. `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the
-    background work that compiles forwards into programs, None if there is none. `populates` says whether the KV pool's
-    memory is allocated in the background. `ranks` are the other processes that compute the model, None if there are
-    none.
+    `directory` is the model's directory. `cpu_engine` is None on a GPU, and where the engine is not installed.
+    `draw_kernels` is None if PyTorch's operators draw tokens. `fusing` is the background work that compiles forwards
+    into programs, None if there is none. `populates` says whether the KV pool's memory is allocated in the background.
+    `ranks` are the other processes that compute the model, None if there are none.
 
     When the process changes its role, all of it stays but `device` and `beside` (see `in_role`). `beside` runs what
     belongs to one role, `beside_roles` what goes on while the role changes.
@@ -83,6 +83,7 @@ class Runtime:
     model: TargetModel
     draft: PagedHead | None
     device: Device
+    cpu_engine: CpuEngine | None
     draw_kernels: DrawKernels | None
     timeline: Timeline
     fingerprint: Fingerprint
@@ -303,6 +304,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
         kv_dtype=settings.kv_dtype,
         max_context_tokens=settings.max_context_tokens,
         attention=settings.attention,
+        cpu_engine=engine,
         optimizes_modules=settings.uses(FastPath.OPTIMIZED_MODULES),
     )
     ranks = None
@@ -345,7 +347,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
         rotation=model.rotation or "the same for all lengths",
     )
     with model_faults(f"draft: {settings.draft}"):
-        head, draft = _load_draft(settings, model) if settings.draft else (None, None)
+        head, draft = _load_draft(settings, model, engine) if settings.draft else (None, None)
     fingerprint = compute_fingerprint(directory, model, protocol_version=PROTOCOL_VERSION, draft=draft)
     fusing = None
     if settings.fuses_forwards and engine is not None:
@@ -361,6 +363,7 @@ def open_runtime(settings: ServiceSettings, other: ServiceSettings | None = None
         model=model,
         draft=head,
         device=device,
+        cpu_engine=engine,
         draw_kernels=draw_kernels,
         timeline=timeline,
         fingerprint=fingerprint,
@@ -381,7 +384,9 @@ def _only_log_lines() -> None:
     disable_progress_bars()
 
 
-def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHead, LoadedDraft]:
+def _load_draft(
+    settings: ServiceSettings, model: TargetModel, engine: CpuEngine | None
+) -> tuple[PagedHead, LoadedDraft]:
     directory = resolve_draft(settings.draft, _LoggedProgress())
     _log.info("loading_draft", draft=settings.draft, directory=str(directory))
     try:
@@ -391,6 +396,7 @@ def _load_draft(settings: ServiceSettings, model: TargetModel) -> tuple[PagedHea
             device=settings.device,
             dtype=settings.dtype,
             attention=settings.attention,
+            cpu_engine=engine,
             fuses=settings.fuses_forwards,
         )
     except StartupError as error:

@@ -13,12 +13,12 @@ from functools import partial
 
 import structlog
 
-from common.cpu_engine import CpuEngine
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.host.cores import set_own_num_threads
 from common.kv.layer_group import KV_FP8
 from common.model.target import TargetModel
+from common.service.cpu_engine import CpuEngine
 
 Check = Callable[[], None]
 Work = Callable[[Check], None]

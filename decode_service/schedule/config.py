@@ -17,8 +17,7 @@ class DecodeConfig(EngineConfig):
     prefill service weighs what it has cached against its load. If at most `local_prefill_tokens` are left to compute,
     the engine computes them itself, in chunks of at most as many tokens between its steps; 0 switches that off. With
     `prefill_fallback` it computes prompts of any length while no prefill replica is ready. With `replays_forwards` the
-    steps' forwards are recorded as graphs when the engine is created, if the device can. `nontemporal_copies` makes
-    large KV copies bypass the CPU's caches.
+    steps' forwards are recorded as graphs when the engine is created, if the device can.
 
     A request fails after `max_handoff_attempts` lost handoffs, or when none was possible for `prefill_timeout_s`.
     Waiting makes no request's priority better than `best_priority`. Clients share the rows and slots in proportion to
@@ -31,7 +30,6 @@ class DecodeConfig(EngineConfig):
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
     replays_forwards: bool = False
-    nontemporal_copies: bool = True
     max_handoff_attempts: int = 3
     prefill_timeout_s: float = 10.0
     best_priority: int = 0

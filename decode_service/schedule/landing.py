@@ -7,7 +7,7 @@ landed = PrebuiltBatch entry + every token of every layer + the landing copies d
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from common.cpu_engine import cpu_engine
 from common.device.stream import Device, Event, Measured, OnEvent, Scope, StreamKind, raise_if_device_failed
 from common.device.upload import across_devices
 from common.draft.seed import TOPK_INDEX, TOPK_P
@@ -28,7 +27,7 @@ from common.errors import (
     error_for_row_failure,
 )
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.pool import KvPool, RowLease
+from common.kv.pool import CopyKv, KvPool, RowLease
 from common.kv.shared_kv import RemoteKv, SharedKv
 from common.kv.slot_allocator import Slots, run_of
 from common.sampling.prompt_logprobs import PromptLogprobs
@@ -161,19 +160,19 @@ class LandingZone:
         device: Device,
         pool: KvPool,
         vocab_size: int,
-        nontemporal_copies: bool,
+        copy_kv: CopyKv,
         on_event: OnEvent | None = None,
     ) -> None:
         """Creates an empty landing zone.
 
-        With `nontemporal_copies` large copies bypass the CPU's caches. On a CPU `on_event` is called by the landing
-        stream's thread after each copy, so that the engine wakes and calls `poll`; it must not block.
+        `copy_kv` copies a segment's KV to its slots. On a CPU `on_event` is called by the landing stream's thread after
+        each copy, so that the engine wakes and calls `poll`; it must not block.
         """
         self._device = device
         self._pool = pool
         self._vocab_size = vocab_size
         self._stream = device.new_stream("landing", StreamKind.COPY, on_event)
-        self._copy = _copy_of(device.torch_device, nontemporal=nontemporal_copies)
+        self._copy_kv = copy_kv
         self._calls: dict[str, _LandingCall] = {}
         self._complete: dict[LandingRow, None] = {}
         self._waiting: deque[_Segment] = deque()
@@ -412,7 +411,7 @@ class LandingZone:
                 if layers.device != own.device:
                     own = own.to(layers.device, non_blocking=True)
                 if places is None:
-                    self._copy(layers[:, :, run], own)
+                    self._copy_kv(layers[:, :, run], own)
                 else:
                     layers.index_copy_(2, places.to(layers.device, non_blocking=True), own)
         if isinstance(segment.shared, SharedKv) and not segment.shared.is_current:
@@ -489,15 +488,6 @@ class LandingZone:
     def _note_if_complete(self, row: LandingRow) -> None:
         if row.is_complete:
             self._complete[row] = None
-
-
-def _copy_of(torch_device: torch.device, *, nontemporal: bool) -> Callable[[Tensor, Tensor], object]:
-    """Returns a function that copies its second argument to its first. Both are on the given device.
-
-    With `nontemporal`, large copies bypass the CPU's caches if the device is the CPU.
-    """
-    engine = cpu_engine(torch_device) if nontemporal else None
-    return Tensor.copy_ if engine is None else engine.kv_copy()
 
 
 def _bytes_of(segment: KvSegment, group: LayerGroupSpec) -> Tensor:

@@ -15,13 +15,14 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.device.stream import NOT_YET, PieceFailed, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
 from common.engine import EngineParts, Outbox
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
-from common.kv.pool import KvPool
+from common.kv.pool import CopyKv, KvPool
 from common.kv.pool_size import PoolSize
 from common.kv.prefix_tree import PrefixTree
 from common.sampling.state import RowStart
@@ -85,6 +86,7 @@ class DecodeEngine:
         parts: EngineParts,
         *,
         depth: Depth,
+        copy_kv: CopyKv = Tensor.copy_,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
@@ -132,7 +134,7 @@ class DecodeEngine:
             device=device,
             pool=self.pool,
             vocab_size=parts.model.vocab_size,
-            nontemporal_copies=config.nontemporal_copies,
+            copy_kv=copy_kv,
             on_event=self._wake_up.told,
         )
         self._rows = RunningRows(

@@ -24,13 +24,13 @@ from common.attention.torch_attention import TorchAttention
 from common.checkpoints.cache import kernels_cache_dir
 from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
-from common.cpu_engine import CpuEngine
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
 from common.sampling.triton_draws import TritonDraws
 from common.service import process, runtime
+from common.service.cpu_engine import CpuEngine
 from common.service.process import Process, Serve, run_service
 from common.service.program import EXIT_STARTUP
 from common.service.roles import RoleSwitch
@@ -247,4 +247,4 @@ def test_large_kv_lands_past_the_caches(nontemporal: bool, opened: Opens) -> Non
     settings = DecodeSettings(**options)
     engine = new_engine(settings, process, engine_config(settings, None), SIZE, on_step=lambda stats: None)
     engine.close()
-    assert engine._landing._copy is (copy_kv if nontemporal else Tensor.copy_)
+    assert engine._landing._copy_kv is (copy_kv if nontemporal else Tensor.copy_)

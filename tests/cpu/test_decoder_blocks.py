@@ -26,7 +26,7 @@ from baton_cpu.blocks.norm import CpuRMSNorm, replace_norms
 from baton_cpu.compiler.numbers import number_format
 from common.attention.backend import ATTENTION_NAME
 from common.model.loader import DTYPES as TORCH_DTYPES
-from common.model.loader import load_target
+from tests.support.loading import load_target
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUSED = {

@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from baton_cpu.attention import PagedCpuAttention
 from common.attention.torch_attention import TorchAttention
 from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
-from common.cpu_engine import cpu_engine
 from common.sampling.params import ResolvedSampling
+from common.service.cpu_engine import cpu_engine
 from common.service.runtime import Runtime, open_runtime
 from tests.conftest import MakePair, pairs_that_keep_all
 from tests.support.draft_heads import save_copy_head

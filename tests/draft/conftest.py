@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from common.draft.head import DraftHead
-from common.draft.load import load_draft
-from common.model.loader import load_target
 from common.model.target import TargetModel
+from tests.support.loading import load_draft, load_target
 from tests.support.models import save_tiny_model
 
 Load = Callable[[Path], DraftHead]

@@ -11,17 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.attention.torch_attention import TorchAttention
-from common.draft import paged_head
 from common.draft.head import DraftHead
-from common.draft.kernels import TorchKernels
-from common.draft.load import load_draft
-from common.model.loader import DTYPES, load_target
+from common.draft.load import load_draft as load_by_operators
+from common.model.loader import DTYPES
 from common.model.target import TargetModel
 from tests.draft.cases import BY_NAME, CASES, Case
 from tests.draft.conftest import Load
 from tests.draft.paged_draft import PagedDraft
 from tests.draft.reference import ReferenceHead
+from tests.support.loading import load_draft, load_target
 from tests.support.models import VOCAB_SIZE
 
 IDS = [(7 * i + 3) % VOCAB_SIZE for i in range(13)]
@@ -48,11 +46,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Saved:
 
 
 @pytest.fixture(params=["cpu", "torch"])
-def load_any(request: pytest.FixtureRequest, load: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """A loader of heads with the CPU's kernels, and then one with those of other devices."""
+def load_any(request: pytest.FixtureRequest, target: TargetModel, load: Load) -> Load:
+    """A loader of heads with the CPU's kernels, and then one with PyTorch's operators."""
     if request.param == "torch":
-        monkeypatch.setattr(paged_head, "kernels_for", lambda device: TorchKernels())
-        monkeypatch.setattr(paged_head, "new_attention", lambda kind, **shape: TorchAttention())
+        return lambda directory: load_by_operators(directory, target=target, device="cpu", dtype="float32")
     return load
 
 

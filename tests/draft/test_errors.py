@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.draft.load import load_draft
 from common.errors import DraftMismatch, StartupError
 from common.model.target import TargetModel
 from tests.draft.cases import BY_NAME
 from tests.draft.conftest import Load
 from tests.support.draft_heads import save_eagle1_head, save_eagle3_head, save_mtp_head
 from tests.support.head_parts import Tensors, load_head, save_head, without
+from tests.support.loading import load_draft
 
 OPTIONAL = ("t2d", "embed_tokens.weight", "shared_head.head.weight", "shared_head.output.weight")
 """Tensors that may be missing: `t2d` follows from `d2t`, and the others are taken from the target."""

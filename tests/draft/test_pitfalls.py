@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.model.capture import HiddenCapture
-from common.model.loader import load_target
 from tests.draft.conftest import Load
 from tests.draft.paged_draft import PagedDraft
 from tests.draft.reference import ReferenceEagle3
 from tests.model.paged_model import PagedModel
 from tests.support.draft_heads import save_eagle3_head
+from tests.support.loading import load_target
 
 IDS = [5, 9, 2, 14, 77, 31, 8]
 

@@ -9,12 +9,14 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from baton_cpu import kv_copy
+from baton_cpu.kv_copy import copy_kv
 from common.device.factory import open_device
 from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.pool import KvPool
+from common.kv.pool import CopyKv, KvPool
 from common.wire.handoff import KvSegment
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.request import Request
@@ -25,10 +27,11 @@ BOUND_S = 60.0
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "nontemporal_copies", "is_past_caches"), [(4, True, True), (1, True, False), (4, False, False)]
+    ("num_layers", "copy", "is_past_caches"),
+    [(4, copy_kv, True), (1, copy_kv, False), (4, Tensor.copy_, False)],
 )
 def test_a_segment_lands_in_its_rows_slots(
-    num_layers: int, nontemporal_copies: bool, is_past_caches: bool, monkeypatch: pytest.MonkeyPatch
+    num_layers: int, copy: CopyKv, is_past_caches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, num_calls = kv_copy.copy_blocks(), []
     monkeypatch.setattr(kv_copy, "copy_blocks", lambda: lambda *arguments: (num_calls.append(1), kernel(*arguments)))
@@ -43,7 +46,7 @@ def test_a_segment_lands_in_its_rows_slots(
     assert pool.reserve(3) is not None
     lease = pool.reserve(NUM_TOKENS)
     assert lease is not None
-    zone = LandingZone(device=device, pool=pool, vocab_size=9, nontemporal_copies=nontemporal_copies)
+    zone = LandingZone(device=device, pool=pool, vocab_size=9, copy_kv=copy)
     req = SimpleNamespace(
         request_id="a",
         lease=lease,

@@ -11,13 +11,12 @@ import pytest
 from common.device.cpu import CpuDevice
 from common.device.piece import piece_name
 from common.device.stream import Event, MilestoneWork, OnEvent, OnMilestone, Scope, Stream, StreamKind, Work
-from common.draft.load import load_draft
-from common.model.loader import load_target
 from common.sampling.params import ResolvedSampling
 from tests.faults.device import FaultyDevice, FaultyStream
 from tests.faults.injector import Injector
 from tests.faults.plan import STREAM_PIECES, FaultPlan
 from tests.support.draft_heads import save_copy_head
+from tests.support.loading import load_draft, load_target
 from tests.support.pair import InProcessPair, PairOptions
 
 

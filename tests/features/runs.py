@@ -14,8 +14,7 @@ from typing import Any
 
 from baton import Client, Completion
 from baton.local_pair import LocalPair
-from common.draft.load import load_draft
-from common.model.loader import KvDtype, load_target
+from common.model.loader import KvDtype
 from common.sampling.params import ResolvedSampling
 from common.telemetry.stats import SpeculationCounts, Timings
 from common.wire.handoff import Frame, KvSegment
@@ -24,6 +23,7 @@ from tests.support.conversations import local_chunks_noted
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import load_drafted
 from tests.support.languages import LANGUAGES, Language, sampling_of
+from tests.support.loading import load_draft, load_target
 from tests.support.models import SMALL_VOCAB_SIZE, save_last_token_model
 from tests.support.pair import Outcome, PairOptions, pairs_that_keep_all
 from tests.support.quantized import QuantizedModel, save_quantized_model

@@ -9,12 +9,13 @@ import pytest
 from baton.local_pair import LocalPair
 from common.config.settings import DecodeSettings, PrefillSettings
 from common.errors import StartupError
-from common.model.loader import KvDtype, load_target
+from common.model.loader import KvDtype
 from common.service.runtime import open_runtime
 from tests.features.matrix import EITHER, FEATURES, PAGE, REFUSED, UNTESTED, cells, table
 from tests.features.runs import SHAPES, WAYS, Runs
 from tests.support.fp8_kv import fp8_attention
 from tests.support.greedy_parity import check_tokens_equal_generate
+from tests.support.loading import load_target
 from tests.support.models import SMALL_VOCAB_SIZE
 from tests.support.pair import MakePair, PairOptions
 

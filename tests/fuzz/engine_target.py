@@ -17,7 +17,6 @@ from baton.v1 import prefill_pb2
 from common.draft.head import DraftHead
 from common.draft.seed import seed_columns
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.rpc.messages import ProtocolError
 from common.sampling.params import ResolvedSampling
@@ -34,6 +33,7 @@ from tests.fuzz.wire_strategies import hostile_messages
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.drafted import load_drafted
 from tests.support.engines import new_decode_engine
+from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
 
 REPLICA = "replica"

@@ -20,7 +20,6 @@ from structlog.typing import EventDict
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.grammar.grammar import GrammarKind
 from common.grammar.matcher import no_matchers
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
@@ -44,6 +43,7 @@ from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servi
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.fuzz.engine_target import fingerprint_of
 from tests.support.engines import new_decode_engine, new_prefill_engine
+from tests.support.loading import load_target
 from tests.support.loop_thread import LoopThread
 from tests.support.models import save_tiny_model
 

@@ -309,7 +309,7 @@ def test_an_engine_that_there_is_no_room_for_beside_its_pool_is_refused_by_the_s
     size = PoolSize(
         max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="max_kv_tokens"
     )
-    process: Any = SimpleNamespace(runtime=SimpleNamespace(parts=None))
+    process: Any = SimpleNamespace(runtime=SimpleNamespace(parts=None, cpu_engine=None))
     with pytest.raises(StartupError, match=r"^memory_share: beside the KV pool .*0\.30 GiB. Lower it"):
         if main is prefill_main:
             monkeypatch.setattr(prefill_main, "PrefillEngine", take_too_much)

@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import GPT2Config, MixtralConfig
 
 from common.errors import StartupError, UnsupportedModel
-from common.model.loader import load_target
 from tests.model.paged_model import PagedModel
+from tests.support.loading import load_target
 from tests.support.models import VOCAB_SIZE, make_tokenizer, random_model, save_tiny_model
 
 Tensors = dict[str, Tensor]

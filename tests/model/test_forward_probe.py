@@ -17,10 +17,12 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 from common.errors import UnsupportedModel
 from common.model.forward_probe import far_positions
-from common.model.loader import load_target, target_of
+from common.model.loader import target_of
 from common.model.target import TargetModel
 from common.model.traits import PROBE_NAME
+from common.service.cpu_engine import cpu_engine
 from tests.model.paged_model import PagedModel
+from tests.support.loading import load_target
 
 each_dtype = pytest.mark.parametrize(
     "dtype", ["float32", *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in ("float16", "bfloat16"))]
@@ -83,7 +85,8 @@ def llama(**changes: Any) -> Any:
 
 
 def served(model: Any, dtype: str = "float32") -> TargetModel:
-    return target_of(model.to(getattr(torch, dtype)), name="tiny", device="cpu", dtype=dtype)
+    engine = cpu_engine(torch.device("cpu"))
+    return target_of(model.to(getattr(torch, dtype)), name="tiny", device="cpu", dtype=dtype, cpu_engine=engine)
 
 
 def when_served(change: Callable[..., Any]) -> Callable[..., Any]:

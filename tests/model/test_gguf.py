@@ -22,9 +22,9 @@ from common.checkpoints.source import resolve_model
 from common.errors import StartupError
 from common.gguf.config import RefusedFile
 from common.gguf.convert import convert_gguf
-from common.model.loader import load_target
 from tests.model.paged_model import PagedModel
 from tests.support.gguf_files import GgufFile, gguf_of
+from tests.support.loading import load_target
 from tests.support.models import END_ID, VOCAB_SIZE, make_tokenizer, random_model
 
 PROMPT = [9, 40, 41, 200, 77, 5, 120, 8, 8, 33]

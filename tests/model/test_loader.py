@@ -14,12 +14,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 
 from common.errors import UnsupportedModel
 from common.kv.layer_group import LayerGroupSpec
-from common.model.loader import load_target
 from common.model.model_files import read_tokenizer
 from common.model.target import TargetModel
 from common.text.tokenizer import TextTokenizer
 from tests.model.conftest import Reference
 from tests.model.paged_model import PagedModel
+from tests.support.loading import load_target
 from tests.support.models import (
     END,
     END_ID,

@@ -19,7 +19,7 @@ _PROCESS = """
 
     from common.checkpoints.digest import compute_fingerprint
     from common.host.memory import keep_freed_memory
-    from common.model.loader import load_target
+    from tests.support.loading import load_target
 
     def memory(field):
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.checkpoints.digest import LoadedDraft, compute_fingerprint, weights_digest
-from common.draft.load import load_draft
 from common.errors import StartupError
-from common.model.loader import KvDtype, load_target
+from common.model.loader import KvDtype
 from common.wire.fingerprint import Fingerprint, first_difference
 from tests.support.draft_heads import save_eagle3_head
+from tests.support.loading import load_draft, load_target
 from tests.support.models import save_tiny_model
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}

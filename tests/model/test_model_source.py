@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.checkpoints.source import check_draft, check_model, resolve_model
 from common.errors import StartupError
-from common.model.loader import load_target
 from tests.model.conftest import Reference
 from tests.model.paged_model import PagedModel
 from tests.support.free_ports import free_ports
 from tests.support.gguf_files import gguf_of
+from tests.support.loading import load_target
 
 
 @pytest.mark.thorough

@@ -20,8 +20,9 @@ from transformers import Qwen3MoeConfig
 
 from common.checkpoints.digest import compute_fingerprint
 from common.errors import UnsupportedModel
-from common.model.loader import load_model, load_target
+from common.model.loader import load_model
 from common.wire.fingerprint import first_difference
+from tests.support.loading import load_target
 from tests.support.models import random_model, save_tiny_model
 from tests.support.quantized import FORMATS, QuantizedModel, save_kv_scales, save_quantized_model
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from common.checkpoints.digest import compute_fingerprint
 from common.errors import UnsupportedModel
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.wire.fingerprint import first_difference
 from tests.model.paged_model import PagedModel
+from tests.support.loading import load_target
 from tests.support.models import random_model, save_model, save_tiny_model
 
 ORIGINAL = 64

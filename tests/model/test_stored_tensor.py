@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 
 from common.errors import StartupError, UnsupportedModel
 from common.model import stored_tensor
-from common.model.loader import load_target
 from common.model.stored_tensor import STORED_DTYPES, read_header
 from common.service.runtime import LoggedBytes
+from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
 
 

@@ -10,7 +10,7 @@ import transformers as hf
 from transformers import AutoModelForCausalLM
 
 from common.errors import UnsupportedModel
-from common.model.loader import load_target
+from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
 
 SMALL: dict[str, Any] = {

@@ -22,13 +22,13 @@ from common.device.triton_launch import Launch
 from common.draft.paged_head import PagedHead
 from common.model.gpu_layers import fuse_layers
 from common.model.layers_triton import LayerKernels
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.sampling.operators import Ancestors, largest
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import SamplingState
 from common.sampling.triton_draws import TritonDraws, draw
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, load_drafted
+from tests.support.loading import load_target
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import RecordingCpuDevice
 

@@ -19,7 +19,6 @@ import pytest
 from common.attention.choice import AttentionKind
 from common.draft.paged_head import PagedHead
 from common.kv.layer_group import KV_FP8
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment
@@ -28,6 +27,7 @@ from tests.support.drafted import SHAPES, Counts, Drafted, load_drafted, tokens_
 from tests.support.fp8_kv import fp8_attention
 from tests.support.fused import fused
 from tests.support.greedy_parity import NEW_TOKENS, PROMPT_LENS, check_tokens_equal_generate, prompts, reference
+from tests.support.loading import load_target
 from tests.support.models import ARCHITECTURES, SMALL_VOCAB_SIZE, save_last_token_model, save_tiny_model
 from tests.support.pair import MakePair, PairOptions
 from tests.support.quantized import FORMATS, QuantizedModel, save_kv_scales, save_quantized_model

@@ -20,7 +20,6 @@ from common.draft.head import DraftHead
 from common.engine import EngineParts
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from common.service.process import Process
@@ -28,6 +27,7 @@ from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime
 from decode_service import main as decode_main
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same
+from tests.support.loading import load_target
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import CalledGraph, RecordingCpuDevice
 
@@ -92,7 +92,7 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
     monkeypatch.setattr(CalledGraph, "record", record)
     target = load_target(tiny_model_dir("llama"), device="cpu", dtype="float32")
     device = RecordingCpuDevice()
-    runtime = SimpleNamespace(parts=EngineParts(model=target, device=device))
+    runtime = SimpleNamespace(parts=EngineParts(model=target, device=device), cpu_engine=None)
     size = PoolSize(max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="the test")
     process = Process(
         instance_id="here",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.model.loader import load_target
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment
+from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 from tests.support.reference import generate_greedily

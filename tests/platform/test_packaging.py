@@ -48,8 +48,12 @@ def test_the_services_load_a_model_with_what_they_declare(tiny_model_dir: Callab
     hidden = sorted(modules_outside(needed(declared("engine"))))
     assert "hypothesis" in hidden and not {"torch", "numpy", "tokenizers"} & set(hidden)
     hide = f"import sys; sys.modules.update(dict.fromkeys({hidden!r}))"
-    load = f"load_target(Path({str(tiny_model_dir('llama'))!r}), device='cpu', dtype='float32')"
-    run = f"from pathlib import Path; from common.model.loader import load_target; {load}"
+    load = f"load_target(Path({str(tiny_model_dir('llama'))!r}), device='cpu', dtype='float32', cpu_engine=engine)"
+    run = (
+        "from pathlib import Path; import torch; from common.model.loader import load_target;"
+        " from common.service.cpu_engine import cpu_engine; engine = cpu_engine(torch.device('cpu')); assert engine;"
+        f" {load}"
+    )
     result = subprocess.run(
         [sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True, timeout=120, check=False
     )

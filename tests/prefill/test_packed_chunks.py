@@ -11,13 +11,12 @@ import pytest
 from torch import Tensor
 
 from common.attention.backend import ForwardInput
-from common.draft.load import load_draft
 from common.model.forward_program import OnLayerKv
-from common.model.loader import load_target
 from common.model.target import TargetOutput
 from common.sampling.params import ResolvedSampling
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.faulty_target import FaultyTarget
+from tests.support.loading import load_draft, load_target
 from tests.support.pair import MakePair, PairOptions
 
 LENGTHS = (40, 3, 17, 1)

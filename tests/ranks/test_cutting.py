@@ -17,11 +17,11 @@ from transformers import GPTNeoXConfig, Starcoder2Config
 
 from common.errors import StartupError, UnsupportedModel
 from common.model import cutting
-from common.model.loader import load_target
 from common.model.part import MemberLost, Part
 from common.model.target import TargetModel
 from common.ranks.leader import open_ranks
 from tests.ranks.in_turns import InTurns
+from tests.support.loading import load_target
 from tests.support.models import ARCHITECTURES, random_model
 from tests.support.ranked import NoCollective
 

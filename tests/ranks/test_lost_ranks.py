@@ -21,9 +21,9 @@ from common.attention.backend import ForwardInput
 from common.device.stream import DeviceLost, GraphRecorder
 from common.errors import StartupError
 from common.kv.kv_shard import WHOLE, KvShard
-from common.model.loader import load_target
 from common.ranks.leader import Ranks
 from common.sampling.params import ResolvedSampling
+from tests.support.loading import load_target
 from tests.support.pair import MakePair, PairOptions
 from tests.support.ranked import ranked_model
 from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_until

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from common.attention.backend import ForwardInput
 from common.device.stream import DeviceLost, Graph, GraphRecorder, GraphWork
-from common.draft.load import load_draft
 from common.errors import StartupError
 from common.ranks import leader
 from common.ranks.leader import Ranks, devices_of
@@ -23,6 +22,7 @@ from common.ranks.messages import AnnouncedForward, ReplayForward
 from common.ranks.process_group import new_store
 from common.sampling.params import ResolvedSampling
 from tests.support.draft_heads import save_copy_head
+from tests.support.loading import load_draft
 from tests.support.models import save_last_token_model
 from tests.support.pair import InProcessPair, MakePair, PairOptions
 from tests.support.ranked import ranked_model

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from common.draft.load import load_draft
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.support.draft_heads import save_copy_head
 from tests.support.drafted import SHAPES, Counts
 from tests.support.greedy_parity import check_tokens_equal_generate
+from tests.support.loading import load_draft, load_target
 from tests.support.models import SMALL_VOCAB_SIZE, save_last_token_model
 from tests.support.pair import MakePair, PairOptions
 from tests.support.ranked import ranked_model

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from baton.requests import SamplingOptions
 from common.grammar.grammar import Grammar, GrammarKind
-from common.model.loader import load_target
 from common.sampling.params import ResolvedSampling
+from tests.support.loading import load_target
 from tests.support.models import END_ID
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.reference import generate_greedily

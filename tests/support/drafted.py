@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
-from common.model.loader import KvDtype, load_target
+from common.model.loader import KvDtype
 from common.model.target import TargetModel
+from tests.support.loading import load_draft, load_target
 from tests.support.pair import InProcessPair, Outcome
 
 CHAINS: dict[str, dict[str, Any]] = {f"chain-{length}": {"num_draft_tokens": length} for length in range(1, 6)}

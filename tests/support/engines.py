@@ -6,12 +6,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
+import torch
+
 from common.device.factory import open_device
 from common.device.stream import Device
 from common.engine import EngineConfig, EngineParts
 from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
+from common.service.cpu_engine import cpu_engine
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine
@@ -39,6 +42,9 @@ def new_decode_engine(model: object, device: Device | None = None, **options: An
     `model` is a TargetModel or a stand-in for one.
     """
     options["spec_info"] = options.setdefault("depth", FixedDepth(NO_DRAFTS)).levels[-1]
+    engine = cpu_engine(torch.device("cpu") if device is None else device.torch_device)
+    if engine is not None:
+        options.setdefault("copy_kv", engine.kv_copy())
     return DecodeEngine(*_values(DecodeConfig, model, device, options), **options)
 
 

@@ -23,7 +23,7 @@ from transformers.utils import logging
 import prefill_service.main  # noqa: F401 - imported for the children
 from baton_cpu.compiler.kernel_cache import keep_kernels
 from common.checkpoints.cache import kernels_cache_dir
-from common.model.loader import load_target
+from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
 
 PR_SET_PDEATHSIG = 1

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from common.checkpoints.cache import kernels_cache_dir
-from common.cpu_engine import cpu_engine
 from common.model.loader import LoadArguments, load_target
 from common.model.target import TargetModel
 from common.ranks.leader import Ranks, devices_of, load_together, lost_ranks_named
+from common.service.cpu_engine import cpu_engine
 
 
 class NoCollective:
@@ -46,18 +46,20 @@ def ranked_model(
     `on_start` is called when the ranks have been started. With `own_kv_on`, "cpu" or "cuda", each rank has KV of its
     own there.
     """
+    torch_device = torch.device(own_kv_on or "cpu")
+    engine = cpu_engine(torch_device)
     arguments = LoadArguments(
-        device=own_kv_on or "cpu",
+        device=str(torch_device),
         dtype="float32",
         kv_dtype="auto",
         max_context_tokens=None,
         attention="kernels",
+        cpu_engine=engine,
         optimizes_modules=True,
     )
     arguments.update(changed)  # type: ignore[typeddict-item]
-    torch_device = torch.device(arguments["device"])
     ranks = Ranks(
-        None if own_kv_on else cpu_engine(torch_device),
+        None if own_kv_on else engine,
         devices_of(torch_device, num_ranks),
         directory,
         arguments,

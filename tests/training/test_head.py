@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
 
-from common.draft.load import load_draft
 from common.errors import ConfigError, DraftMismatch, UnsupportedModel
-from common.model.loader import load_target as load_served
 from common.model.target import TargetModel
 from tests.draft.paged_draft import PagedDraft
+from tests.support.loading import load_draft
+from tests.support.loading import load_target as load_served
 from tests.support.models import save_tiny_model
 from training.head import TrainableHead, initialize
 from training.head_files import export_head, head_config, head_spec

@@ -17,9 +17,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from baton.cli.main import app
-from common.draft.load import load_draft
 from common.errors import ConfigError
 from common.model.target import TargetModel
+from tests.support.loading import load_draft
 from tests.support.models import SMALL_VOCAB_SIZE
 from tests.training.cases import LAYERS, quiet, save_data, save_sampled_data, tiny_config
 from training import curves, run, trainer

@@ -20,8 +20,8 @@ from baton_cpu.program.kernel.attending import PART_TOKENS
 from common.attention.backend import ForwardInput
 from common.kv.layer_group import LayerGroupSpec
 from common.model.forward_program import ForwardProgram
-from common.model.loader import load_target
 from tests.cpu.program.batches import scattered_batch
+from tests.support.loading import load_target
 
 _VOCAB_SIZE, _MAX_TOKENS, _MAX_POSITIONS = 90, 600, 4096
 _SIZES = [

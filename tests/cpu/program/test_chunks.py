@@ -15,9 +15,9 @@ from baton_cpu.attention import MAX_QUERIES
 from baton_cpu.program.fusing import fuse
 from common.attention.backend import ForwardInput
 from common.model.forward_program import ForwardProgram
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.cpu.program.batches import scattered_batch
+from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}

@@ -18,7 +18,7 @@ from baton_cpu.program.fusing import fuse, new_forwards
 from baton_cpu.program.kernel.operations import ITEM_ROWS
 from common.attention.backend import ForwardInput
 from common.model.forward_program import ForwardProgram
-from common.model.loader import load_target
+from tests.support.loading import load_target
 
 _HEAD_DIM, _WIDTH, _INNER, _MAX_TOKENS = 8, 72, 48, 1024
 _EPSILON = 1e-3

@@ -20,10 +20,10 @@ from common.attention.backend import ForwardInput
 from common.errors import StartupError
 from common.model.capture import HiddenCapture
 from common.model.forward_program import ForwardProgram, ProgramOutput
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.work_beside import Stopped
 from tests.cpu.program.batches import scattered_batch
+from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
 
 _MAX_TOKENS = 512

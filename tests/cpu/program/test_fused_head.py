@@ -17,13 +17,12 @@ from baton_cpu.program.comparison import relative
 from baton_cpu.program.fusing import fuse
 from common.attention.backend import ForwardInput
 from common.draft.head import DraftOutput
-from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.cpu.program.batches import scattered_batch
 from tests.draft.cases import BY_NAME
 from tests.support.draft_heads import save_eagle1_head, save_eagle3_head
+from tests.support.loading import load_draft, load_target
 
 _MAX_TOKENS = 96
 _WRITTEN = ["midlayer", "speculators", "norm-before-fc", "norm-output", "norm-before-residual", "narrow", "wide"]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from baton_cpu import engine
 from baton_cpu.compiler import kernel_cache
+from baton_cpu.engine import CompiledEngine
 from baton_cpu.program import fusing, weights
 from baton_cpu.program.shared_weights import PanelLinear
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from common.service.work_beside import Work, WorkBeside, new_fusing
 from tests.model.paged_model import PagedModel
+from tests.support.loading import load_target
 
 BOUND_S = 60.0
 
@@ -82,7 +82,7 @@ def fuse_again(model_dir: Path) -> list[str]:
 
 
 def started(model: TargetModel, *then: Work) -> WorkBeside:
-    fusing, beside = new_fusing(engine, model, None, num_threads=1, max_tokens=64), WorkBeside()
+    fusing, beside = new_fusing(CompiledEngine(), model, None, num_threads=1, max_tokens=64), WorkBeside()
     assert fusing is not None
     beside.start(fusing, *then)
     return beside

@@ -17,9 +17,9 @@ from baton_cpu.program import shared_weights
 from baton_cpu.program.shared_weights import Holder, PanelRows, SharedWeights
 from baton_cpu.program.weights import WeightMemory, packed
 from common.errors import StartupError
-from common.model.loader import load_target
 from common.model.target import TargetModel
 from tests.model.paged_model import PagedModel
+from tests.support.loading import load_target
 
 
 @pytest.fixture(params=["whole", "in parts"])
