@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-import subprocess
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from prometheus_client import CollectorRegistry
 from common.addresses import address_of, host_and_port, why_not_listen
 from common.errors import BatonError, ConfigError, EngineFault, StartupError
 from common.grammar.matcher import Matcher
-from common.host.peer_process import start_peer
+from common.host.child_process import Child, start_peer
 from common.sampling.params import TokenLogprobs
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles
@@ -93,7 +92,7 @@ class _EdgeProcess:
     """
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: Child
     link: Link
     listening: asyncio.Future[int]
     silence: Silence = field(default_factory=lambda: Silence(patience_s=START_TIMEOUT_S))
@@ -164,9 +163,9 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for edge in self._edges.values():
-            self._abandon(edge)
             edge.process.kill()
             edge.process.wait()
+            self._abandon(edge)
 
     # ---- as the requests that are open ------------------------------------------------------------------------------
 

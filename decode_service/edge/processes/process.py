@@ -2,8 +2,8 @@
 
     python -m decode_service.edge.processes.process FILE
 
-FILE is the number of an inherited socket to the engine's process. The process ends when the socket is closed, or when
-nothing has come through it for too long.
+FILE is the number of an inherited socket to the engine's process. The process ends when nothing has come through it for
+too long.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, assert_never, cast
 
 import structlog
@@ -27,7 +27,6 @@ from common.config.settings import Role
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.host.descriptors import raise_descriptor_limit
-from common.host.peer_process import end_with_peer
 from common.load import EngineLoad
 from common.rpc.event_loop import run
 from common.sampling.params import ResolvedSampling
@@ -271,11 +270,9 @@ async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's process stops this one in order
-    descriptor = int(sys.argv[1])
-    threading.Thread(target=end_with_peer, args=(descriptor,), name="end", daemon=True).start()
     raise_descriptor_limit()
-    with only_log_lines():
-        run(_serve(socket.socket(fileno=os.dup(descriptor))))
+    with only_log_lines(), suppress(EOFError, ConnectionError):  # the engine's process ends, and so does this one
+        run(_serve(socket.socket(fileno=int(sys.argv[1]))))
     sys.stderr.flush()
     os._exit(0)  # the interpreter's own end would take a second
 
