@@ -37,17 +37,17 @@ class Child(subprocess.Popen[bytes]):
             os.close(theirs)
 
 
-def start_peer(module: str) -> tuple[Child, socket.socket]:
-    """Starts `python -m module FILE`, where FILE is the number of the child's end of a socket. Returns the child and
-    this process's end. Raises OSError.
+def start_peer(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> tuple[Child, socket.socket]:
+    """Starts `python -m module FILE arguments`, where FILE is the number of the child's end of a socket. Returns the
+    child and this process's end. The child inherits the descriptors `pass_fds`. Raises OSError.
 
     The child has a process group of its own, so Ctrl-C reaches only this process, which stops the child in order.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        command = [sys.executable, "-m", module, str(theirs.fileno()), *arguments]
         try:
-            child = Child(command, pass_fds=[theirs.fileno()], process_group=0)
+            child = Child(command, pass_fds=[theirs.fileno(), *pass_fds], process_group=0)
         except OSError:
             ours.close()
             raise

@@ -24,7 +24,8 @@ from prometheus_client import CollectorRegistry
 from common.addresses import address_of, host_and_port, why_not_listen
 from common.errors import BatonError, ConfigError, EngineFault, StartupError
 from common.grammar.matcher import Matcher
-from common.host.child_process import Child, start_peer
+from common.host.child_process import Child
+from common.host.link import Link, start_linked
 from common.sampling.params import TokenLogprobs
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles
@@ -34,7 +35,6 @@ from decode_service.edge.assembly import EdgePlan
 from decode_service.edge.live_requests import AllLiveRequests
 from decode_service.edge.matchers import Matchers
 from decode_service.edge.processes.edge_metrics import EdgeMetrics
-from decode_service.edge.processes.link import SAYS_EVERY_S, Link, Silence, longest_silence_s
 from decode_service.edge.processes.messages import (
     AnswerTo,
     Ask,
@@ -58,6 +58,7 @@ from decode_service.edge.processes.messages import (
     StopAdmitting,
     packed,
 )
+from decode_service.edge.processes.silence import SAYS_EVERY_S, Silence, longest_silence_s
 from decode_service.edge.replicas import ReplicaStates
 from decode_service.edge.unread_events import UnreadEvents
 from decode_service.messages import (
@@ -250,16 +251,9 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
     async def _begin(self, number: int) -> _EdgeProcess:
         """Starts the process of an edge. Raises StartupError if it cannot be started."""
         try:
-            process, end = start_peer("decode_service.edge.processes.process")
+            process, link = await start_linked("decode_service.edge.processes.process")
         except OSError as error:
             raise StartupError(f"edge_processes: an edge cannot be started: {error}") from error
-        try:
-            link = await Link.on(end)
-        except BaseException:
-            end.close()
-            process.kill()
-            process.wait()
-            raise
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         edge = _EdgeProcess(number, process, link, listening)
         self._edges[number] = edge

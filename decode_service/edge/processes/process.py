@@ -27,6 +27,7 @@ from common.config.settings import Role
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.host.descriptors import raise_descriptor_limit
+from common.host.link import Link
 from common.load import EngineLoad
 from common.rpc.event_loop import run
 from common.sampling.params import ResolvedSampling
@@ -40,7 +41,6 @@ from common.telemetry.tracing import process_tracer
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.assembly import EdgePlan, OpenedEdge, opened_edge
 from decode_service.edge.matchers import Matchers
-from decode_service.edge.processes.link import SAYS_EVERY_S, Link, Silence, longest_silence_s
 from decode_service.edge.processes.messages import (
     AnswerTo,
     Ask,
@@ -64,6 +64,7 @@ from decode_service.edge.processes.messages import (
     ToEdge,
     unpacked,
 )
+from decode_service.edge.processes.silence import SAYS_EVERY_S, Silence, longest_silence_s
 from decode_service.edge.replicas import ReplicaState, ReplicaStates
 from decode_service.messages import Command
 
