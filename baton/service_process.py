@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from baton.errors import BatonError, LocalPairError, ServiceDied
 from baton.service_log import log_tail
+from common.host.child_process import Child
 
 Role = Literal["prefill", "decode", "gateway"]
 READY_SERVICE: dict[Role, str] = {"prefill": "baton.v1.Prefill", "decode": "baton.v1.Inference"}
@@ -31,7 +32,6 @@ TLS_SETTINGS = frozenset(
         "DECODE_TLS_SERVER_NAME",
     )
 )
-_WRAPPER = Path(__file__).with_name("die_with_parent.py")
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 60.0
 WELL_S = 30.0
@@ -42,7 +42,7 @@ _CONFIG_ERROR = 2
 class ChildProcess:
     """Runs this Python interpreter with `arguments` as a child process in a session of its own.
 
-    The process dies with the thread that started it. It uses no TLS, and TLS settings in this process's environment do
+    The process ends with this one, whatever ends it. It uses no TLS, and TLS settings in this process's environment do
     not reach it.
     """
 
@@ -52,7 +52,7 @@ class ChildProcess:
         self.log_file = log_file
         self.arguments = tuple(arguments)
         self._log_start = 0  # the log's size at the last start
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
 
     @property
     def pid(self) -> int:
@@ -67,12 +67,10 @@ class ChildProcess:
         """Starts the process. After its end it can be started again, and then appends to the same log."""
         assert not self.is_running, f"{self.name} is running"
         self._log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
-        wrapper = [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid())]
         with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*wrapper, sys.executable, *self.arguments],
+            self._process = Child(
+                [sys.executable, *self.arguments],
                 env={name: value for name, value in os.environ.items() if name.upper() not in TLS_SETTINGS},
-                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -9,7 +9,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -82,7 +81,7 @@ Exchange = Callable[[Announcement, str], Sequence[str]]
 
 
 class Service:
-    """One service, which runs from `start` to `stop` and dies with this process.
+    """One service, which runs from `start` to `stop` and ends with this process.
 
     It listens on a free port of `host`. Its output goes to a file in `log_dir`. Every `exchange_interval_s` it is
     announced in the directory, and the addresses that the directory has of the services it calls are written to another
@@ -129,9 +128,7 @@ class Service:
         self._address = ""
         self._listed: tuple[str, ...] = ()
         self._is_failing = False
-        self._has_started: Future[None] = Future()
         self._is_stopping = threading.Event()
-        # The process dies with the thread that started it, so this thread must last as long.
         self._thread = threading.Thread(target=self._run, name=f"baton-{role}", daemon=True)
 
     @property
@@ -147,6 +144,7 @@ class Service:
         """
         self._thread.start()
         try:
+            self._process.start()
             self._wait_until_it_answers()
         except BaseException:
             self.stop()
@@ -177,7 +175,6 @@ class Service:
         self._found.unlink(missing_ok=True)
 
     def _wait_until_it_answers(self) -> None:
-        self._has_started.result()
         deadline_s = time.monotonic() + self._start_timeout_s
         while True:
             self._process.check()
@@ -193,12 +190,6 @@ class Service:
         self._address = address
 
     def _run(self) -> None:
-        try:
-            self._process.start()
-            self._has_started.set_result(None)
-        except BaseException as error:
-            self._has_started.set_exception(error)
-            return
         while not self._is_stopping.wait(self._exchange_interval_s):
             try:
                 self._log_words()

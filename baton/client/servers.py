@@ -44,7 +44,7 @@ from baton.client.channel import (
 from baton.errors import BatonError, Cancelled, Internal, ResourceExhausted, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.addresses import DnsName, address_of
-from common.rpc.name_lookup import LookUp, addresses_behind, look_up
+from common.rpc.name_lookup import LookUp, LookUps, look_up
 
 MIN_MARGIN_CALLS = 2
 MARGIN_SHARE = 0.25
@@ -192,8 +192,6 @@ class Servers(ABC):
         self._token = token
         self._credentials = None if tls is None else tls.credentials()
         self._options = _options(self._target, tls, channel_overrides)
-        self._look_up = look_up
-        self._look_up_interval_s = float((channel_overrides or {}).get(_LOOK_UP_ARG, LOOK_UP_INTERVAL_S * 1000)) / 1000
         self._look_up_timeout_s = look_up_timeout_s
         self._ready_timeout_s = ready_timeout_s
         self._clock = clock
@@ -203,15 +201,22 @@ class Servers(ABC):
         self._servers: dict[str, Server] = {}
         self._leaving: dict[str, Server] = {}
         self._num_chosen = 0
-        self._looking_since_s: float | None = None
-        self._look_next_s = clock()
-        self._look_up_error = ""
         self._is_closed = False
-        if self._target.name is not None:  # so that a token or a channel argument that cannot be sent is told here
+        self._look_ups: LookUps | None = None
+        if self._target.name is not None:
+            self._look_ups = LookUps(
+                name=self._target.name,
+                look_up=look_up,
+                hand_over=self._hand_over,
+                interval_s=float((channel_overrides or {}).get(_LOOK_UP_ARG, LOOK_UP_INTERVAL_S * 1000)) / 1000,
+                clock=clock,
+            )
+            # So that a token or a channel argument that cannot be sent is told here.
             self._close_channel(Server("", self._open_channel("ipv4:127.0.0.1:1"), token))
         for each in self._target.addresses:
             self._add(each)
-        self._look_up_if_due()
+        if self._look_ups is not None:
+            self._look_ups.look_if_due()
 
     def beginnings_of(self, request: inference_pb2.GenerateRequest) -> Beginnings:
         return NO_BEGINNINGS if self._target.is_single else beginnings_of(request)
@@ -238,7 +243,8 @@ class Servers(ABC):
         with self._changed:
             if self._is_closed:
                 raise Cancelled("the client is closed")
-            self._look_up_if_due()
+            if self._look_ups is not None:
+                self._look_ups.look_if_due()
             servers = list(self._servers.values())
             able = servers
             if not self._target.is_single:
@@ -314,8 +320,8 @@ class Servers(ABC):
     def _state(self, server: Server) -> grpc.ChannelConnectivity: ...
 
     @abstractmethod
-    def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
-        """Called on a look-up's thread. Calls `take(answer)` on a thread that may change this object."""
+    def _hand_over(self, take: Callable[[], None]) -> None:
+        """Called on a look-up's thread. Calls `_take_answer` on a thread that may change this object."""
 
     def _choose(
         self,
@@ -344,7 +350,7 @@ class Servers(ABC):
             self._known.forget_opening(opening.beginnings, server.target)
 
     def _is_looking(self) -> bool:
-        since_s = self._looking_since_s
+        since_s = None if self._look_ups is None else self._look_ups.looking_since_s
         return since_s is not None and self._clock() - since_s < self._look_up_timeout_s
 
     def _add(self, target: str) -> None:
@@ -375,50 +381,29 @@ class Servers(ABC):
     def _why_none(self) -> str:
         if self._servers:
             return f"{self._address}: none of {len(self._servers)} services has become ready in time"
-        late = f"no answer within {self._look_up_timeout_s:g} s"
-        return f"{self._target.name}: not found: {self._look_up_error or late}"
+        assert self._look_ups is not None
+        late = f"not found: no answer within {self._look_up_timeout_s:g} s"
+        return f"{self._target.name}: {self._look_ups.error or late}"
 
-    def _look_up_if_due(self) -> None:
-        if self._target.name is None or self._looking_since_s is not None or self._clock() < self._look_next_s:
-            return
-        self._looking_since_s = self._clock()
-        self._look_next_s = self._looking_since_s + self._look_up_interval_s
-        # A daemon thread outside of any pool: if the look-up hangs, the process can exit.
-        try:
-            threading.Thread(target=self._look, name=f"look-up-{self._target.name}", daemon=True).start()
-        except RuntimeError as error:  # the system has no more threads: a later call tries again
-            self._looking_since_s = None
-            self._look_up_error = str(error)
-
-    def _look(self) -> None:
-        assert self._target.name is not None
-        answer: Sequence[str] | Exception
-        try:
-            answer = addresses_behind(self._target.name, self._look_up)
-        except Exception as error:  # any error is a result: later look-ups must go on
-            answer = error
-        self._hand_over(self._take_answer, answer)
-
-    def _take_answer(self, answer: Sequence[str] | Exception) -> None:
-        """Adds and removes servers as a look-up's result says. If the look-up failed, the known servers stay."""
+    def _take_answer(self, take: Callable[[], None]) -> None:
+        """Calls `take`, which takes a look-up's answer, and adds and removes servers as it says. If the look-up failed,
+        the known servers stay.
+        """
+        assert self._look_ups is not None
         with self._changed:
-            self._looking_since_s = None
+            take()
             if self._is_closed:
                 return
-            if isinstance(answer, Exception):
-                self._look_up_error = str(answer)
-            else:
-                self._look_up_error = ""
-                found = dict.fromkeys(map(numeric_target, answer))
-                for target in [each for each in self._servers if each not in found]:
-                    server = self._servers.pop(target)
-                    self._leaving[target] = server
-                    self._close_if_done(server)
-                for target in found:
-                    if target in self._leaving:  # with its open calls
-                        self._servers[target] = self._leaving.pop(target)
-                    elif target not in self._servers:
-                        self._add(target)
+            found = dict.fromkeys(map(numeric_target, self._look_ups.found))
+            for target in [each for each in self._servers if each not in found]:
+                server = self._servers.pop(target)
+                self._leaving[target] = server
+                self._close_if_done(server)
+            for target in found:
+                if target in self._leaving:  # with its open calls
+                    self._servers[target] = self._leaving.pop(target)
+                elif target not in self._servers:
+                    self._add(target)
             self.wake()
 
 
@@ -496,8 +481,8 @@ class BlockingServers(Servers):
             _ask_to_connect(server.channel)
         return server.state
 
-    def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
-        take(answer)
+    def _hand_over(self, take: Callable[[], None]) -> None:
+        self._take_answer(take)
 
 
 class AsyncServers(Servers):
@@ -598,8 +583,8 @@ class AsyncServers(Servers):
         state: grpc.ChannelConnectivity = server.channel.get_state(try_to_connect=True)
         return state
 
-    def _hand_over(self, take: Callable[[Sequence[str] | Exception], None], answer: Sequence[str] | Exception) -> None:
-        self._on_loop(take, answer)
+    def _hand_over(self, take: Callable[[], None]) -> None:
+        self._on_loop(self._take_answer, take)
 
     def _on_loop(self, callback: Callable[..., None], argument: object) -> None:
         with suppress(RuntimeError):  # the loop was closed meanwhile

@@ -8,7 +8,6 @@ a team of threads ────────────────────�
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -169,7 +168,7 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
 
     def compile_kernels(scratch: Path, out: Path) -> None:
         log.info("compiling_kernels", dtype=name)
-        arguments = ["-m", "baton_cpu.program.compile", name, str(out), str(os.getpid()), str(niceness)]
+        arguments = ["-m", "baton_cpu.program.compile", name, str(out), str(niceness)]
         error = run_python(arguments, on_wait=look)
         if error is not None:
             raise StartupError(f"kernels could not be compiled: {error}")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from common.errors import StartupError
+from common.host.child_process import Child
 
 CONVERSION = 4
 """The version of the GGUF conversion and of what the demo model adds to it, part of a converted directory's name. Raise
@@ -115,9 +116,8 @@ def run_python(
     `on_wait` is called every 0.2 s, and may raise to end the process. The process does not outlive this call.
     """
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
+        process = Child(
             [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},

@@ -1,4 +1,4 @@
-"""The service's side of a protocol in which it sends commands to a child process by pipes, one at a time.
+"""The service's side of a protocol in which it sends commands to a child process, one at a time, over a socket.
 
 The child is killed if it does not answer in time.
 """
@@ -6,17 +6,14 @@ The child is killed if it does not answer in time.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Self
 
 import structlog
 
-from common.host import answering as protocol
+from common.host.child_process import Child
+from common.host.link import Link, start_linked
 
 _END_TIMEOUT_S = 10.0
 
@@ -44,25 +41,25 @@ class AskedProcess:
     Use it on the event loop only, from one task at a time.
     """
 
-    def __init__(self, process: Process, timeout_s: float, end_timeout_s: float = _END_TIMEOUT_S) -> None:
+    def __init__(self, process: Child, link: Link, timeout_s: float, end_timeout_s: float = _END_TIMEOUT_S) -> None:
         """Wraps a running process. Each answer may take `timeout_s`; after a kill its end may take `end_timeout_s`."""
         self._process = process
+        self._link = link
         self._timeout_s = timeout_s
         self._end_timeout_s = end_timeout_s
         self._is_killed = False
 
     @classmethod
     async def spawn(cls, module: str, *arguments: str, timeout_s: float, pass_fds: Sequence[int] = ()) -> Self:
-        """Starts `python -m module arguments` as a child process. Raises ChildFailed if that is not possible.
+        """Starts a child process as `start_peer` does. Raises ChildFailed if that is not possible.
 
-        `timeout_s` limits each answer. The child inherits the descriptors `pass_fds`.
+        `timeout_s` limits each answer.
         """
-        command = (sys.executable, "-m", module, *arguments)
         try:
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, pass_fds=pass_fds)
+            process, link = await start_linked(module, *arguments, pass_fds=pass_fds)
         except OSError as error:
             raise ChildFailed(f"no process can be started: {error}") from error
-        return cls(process, timeout_s)
+        return cls(process, link, timeout_s)
 
     @property
     def pid(self) -> int:
@@ -70,7 +67,7 @@ class AskedProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.returncode is not None
+        return self._process.poll() is not None
 
     @property
     def is_usable(self) -> bool:
@@ -80,22 +77,20 @@ class AskedProcess:
     def kill(self) -> None:
         """Kills the process, without waiting for its end. A second call does nothing."""
         self._is_killed = True
-        if not self.has_ended:
-            with suppress(ProcessLookupError):  # `Process.kill` would take the exit status, which `wait` needs
-                os.kill(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self._link.close()
 
     async def close(self) -> None:
         """Kills the process and waits for its end. If it does not end in time, logs that and returns."""
         self.kill()
         try:
-            async with asyncio.timeout(self._end_timeout_s):
-                await self._process.wait()
-        except TimeoutError:
+            await asyncio.to_thread(self._process.wait, self._end_timeout_s)
+        except subprocess.TimeoutExpired:
             _log.error("the process %s was killed and has not ended", self.pid)
 
     async def first_answer(self) -> tuple[int, bytes]:
         """Awaits the answer that some processes send at their start, without a command. Raises as `ask` does."""
-        return await self._exchange(b"", self._timeout_s)
+        return await self._exchange(None, self._timeout_s)
 
     async def ask(self, content: bytes, *, timeout_s: float | None = None) -> tuple[int, bytes]:
         """Sends a command and returns the status and the content of the answer.
@@ -104,26 +99,23 @@ class AskedProcess:
         usual limit for this answer. Raises ChildFailed if the answer does not come in time, and ChildEnded if the
         process has ended.
         """
-        command = protocol.LENGTH.pack(len(content)) + content
-        return await self._exchange(command, self._timeout_s if timeout_s is None else timeout_s)
+        return await self._exchange(content, self._timeout_s if timeout_s is None else timeout_s)
 
-    async def _exchange(self, command: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """Sends `command` and returns the status and the content of the answer. Raises as `ask` does.
+    async def _exchange(self, command: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        """Sends `command`, if any, and returns the status and the content of the answer. Raises as `ask` does.
 
         It kills the process if no answer comes. It also does so if the task is cancelled, because the answer to this
         command would be taken for the answer to the next one.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
         answer, failure, kind = b"", "", ChildFailed
         try:
             async with asyncio.timeout(timeout_s):
-                self._process.stdin.write(command)
-                await self._process.stdin.drain()
-                length = await self._process.stdout.readexactly(protocol.LENGTH.size)
-                answer = await self._process.stdout.readexactly(protocol.LENGTH.unpack(length)[0])
+                if command is not None:
+                    self._link.send_bytes(command)
+                answer = await self._link.receive_bytes()
         except TimeoutError:
             failure = f"its process did not answer within {timeout_s:g} s"
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, EOFError):
             failure, kind = "its process ended", ChildEnded
         finally:
             if not answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncio.subprocess import Process
 from collections.abc import Awaitable
 
 import numpy as np
@@ -10,6 +9,8 @@ from numpy.typing import NDArray
 
 from common.host.answering import DONE
 from common.host.asked_process import AskedProcess, ChildFailed
+from common.host.child_process import Child
+from common.host.link import Link
 from common.nixl import transfer_process as protocol
 
 
@@ -27,11 +28,11 @@ class TransferProcess(AskedProcess):
     A command that fails raises NixlError, and so does every command after it.
     """
 
-    def __init__(self, process: Process, timeout_s: float, **end: float) -> None:
+    def __init__(self, process: Child, link: Link, timeout_s: float, **end: float) -> None:
         """Used by `started`, which callers should use instead. The arguments are those of AskedProcess; `end` may only
         have its `end_timeout_s`.
         """
-        super().__init__(process, timeout_s, **end)
+        super().__init__(process, link, timeout_s, **end)
         self.address = 0
         """The address of the memory in the child process."""
         self.metadata = b""

@@ -1,7 +1,7 @@
-"""A child process of a service that runs NIXL: `python -m common.nixl.transfer_process FILE TIMEOUT_S`.
+"""A child process of a service that runs NIXL: `python -m common.nixl.transfer_process FILE MEMORY TIMEOUT_S`.
 
-It maps the memory FILE, a descriptor that it inherits, and then carries out commands from its service, which come by
-pipes (see `common.host.answering`):
+It maps the memory MEMORY, a descriptor that it inherits, and then carries out commands from its service, which come
+through the socket FILE (see `common.host.answering`):
 
     command  | kind: u8 | content |      answer  DONE, or FAILED with the reason
 
@@ -34,9 +34,9 @@ START, INTERVAL = struct.Struct("<Q"), struct.Struct("<d")
 def main() -> None:
     """Carries out the service's commands until one fails or the service is gone, then ends the process.
 
-    The command line gives the memory's descriptor, and the most seconds that a command or a poll may take.
+    The command line gives the socket, the memory's descriptor, and the most seconds that a command or a poll may take.
     """
-    file, asker = int(sys.argv[1]), Asker(float(sys.argv[2]))
+    asker, file = Asker(int(sys.argv[1]), float(sys.argv[3])), int(sys.argv[2])
     logging.disable(logging.INFO)
     try:
         memory = np.frombuffer(mmap.mmap(file, 0), np.uint8)

@@ -2,7 +2,7 @@
 
     python -m common.ranks.follower FILE
 
-FILE is the number of an inherited socket to the first rank. The process ends when the socket is closed.
+FILE is the number of an inherited socket to the first rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,7 +22,6 @@ from torch import Tensor
 from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device, Graph, GraphWork
 from common.errors import BatonError
-from common.host.peer_process import end_with_peer
 from common.host.shared_tensors import TensorPlace, at, mapped
 from common.model.loader import load_target
 from common.model.part import MemberLost, Part
@@ -61,16 +59,14 @@ class ReceivedFiles:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the first rank gets them too, and ends this one when it is done
         signal.signal(number, signal.SIG_IGN)
-    descriptor = int(sys.argv[1])
-    connection = Connection(descriptor)
-    threading.Thread(target=end_with_peer, args=(descriptor,), name="end", daemon=True).start()
+    connection = Connection(int(sys.argv[1]))
     load, files = connection.recv(), ReceivedFiles(connection)
     assert isinstance(load, Load) and isinstance(connection.recv(), NewFile)
     memory = files.receive()
     try:
         _serve(load, connection, files, memory)
     except (EOFError, ConnectionResetError):
-        pass  # the first rank has closed the socket
+        pass  # the first rank has ended
     except MemberLost as error:
         write_error(error_place(memory, load), str(error))
         sys.exit(_LOST_STATUS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from torch import Tensor
 from common.attention.backend import ForwardInput
 from common.device.stream import GraphRecorder
 from common.errors import StartupError
-from common.host.peer_process import start_peer
+from common.host.child_process import Child, start_peer
 from common.host.shared_tensors import SharedTensors
 from common.kv.kv_shard import KvShard
 from common.model.loader import LoadArguments
@@ -100,7 +99,7 @@ class Ranks:
             self._pool, store_port = OwnKv(self._tensors, group, devices), store.port
         self.part = Part(0, num_ranks, self._collective, has_own_kv=engine is None)
         self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Child] = []
         self._watchers: list[threading.Thread] = []
         try:
             for rank in range(1, num_ranks):
@@ -188,7 +187,7 @@ class Ranks:
         except OSError as error:
             raise MemberLost(f"a rank has ended: {error}") from error
 
-    def _send_file(self, connection: Connection, process: subprocess.Popen[bytes], file: int) -> None:
+    def _send_file(self, connection: Connection, process: Child, file: int) -> None:
         connection.send(NewFile())
         send_handle(connection, self._tensors.files[file], process.pid)
 
@@ -218,7 +217,7 @@ class Ranks:
         return self._loss or "the ranks are closed"
 
     def close(self) -> None:
-        """Ends the processes, by force if they do not end by themselves. A second call does nothing."""
+        """Kills the processes and waits for their end. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -227,16 +226,13 @@ class Ranks:
             connection.close()
         self._collective.give_up()
         for process in self._processes:
-            try:
-                process.wait(_CLOSE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
         for watcher in self._watchers:
             watcher.join(_CLOSE_TIMEOUT_S)
         self._tensors.close()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, rank: int, process: Child) -> None:
         code = process.wait()
         said = bytes(self._errors[rank].tolist()).rstrip(b"\0").decode(errors="replace")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

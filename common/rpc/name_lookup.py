@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -63,66 +65,93 @@ def read_addresses(path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(addresses))
 
 
-def addresses_behind(name: Name, look_up: LookUp) -> Sequence[str]:
-    """Returns the addresses that the name stands for now. It blocks. Raises OSError if there is none."""
-    if isinstance(name, AddressFile):
-        return read_addresses(Path(name.path))
-    return look_up(name.host, name.port)
-
-
-class LookedUpName:
-    """A name and its addresses, which `refresh` looks up. Use it on the event loop only.
+class LookUps:
+    """The look-ups of one name: one at a time, each on a thread of its own, because it may block for long.
 
     `found` has the addresses of the last successful look-up, also while later ones fail. `error` says why the last
-    look-up failed, or that there was none yet; it is "" if the last one succeeded. A look-up runs on a thread of its
-    own, because it may block for long. If one takes too long, the next `refresh` waits for the same one, so that there
-    are never two.
+    look-up failed, and is "" if it did not. Each look-up calls `hand_over` on its thread, with a function to be called
+    where this object may be changed.
     """
 
-    def __init__(self, *, name: Name, look_up: LookUp, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        name: Name,
+        look_up: LookUp,
+        hand_over: Callable[[Callable[[], None]], None],
+        interval_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
         self.found: tuple[str, ...] = ()
-        self.error = "not looked up yet"
+        self.error = ""
+        self.looking_since_s: float | None = None
+        """When the look-up that is under way began, or None without one."""
         self._look_up = look_up
-        self._timeout_s = timeout_s
-        self._under_way: asyncio.Future[Sequence[str] | Exception] | None = None
+        self._hand_over = hand_over
+        self._interval_s = interval_s
+        self._clock = clock
+        self._look_next_s = clock()
 
-    async def refresh(self) -> None:
-        """Looks up the name and updates `found` and `error`. Takes at most `timeout_s`. Raises only CancelledError."""
-        answer = await self._answer()
+    def look_if_due(self) -> None:
+        """Begins a look-up, unless one is under way or the last one began less than `interval_s` ago."""
+        now_s = self._clock()
+        if self.looking_since_s is not None or now_s < self._look_next_s:
+            return
+        self.looking_since_s, self._look_next_s = now_s, now_s + self._interval_s
+        # A daemon thread outside of any pool: if the look-up hangs, the process can exit and no pool loses a thread.
+        try:
+            threading.Thread(target=self._look, name=f"look-up-{self.name}", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads: a later call tries again
+            self._take(error)
+
+    def _look(self) -> None:
+        answer: Sequence[str] | Exception
+        try:
+            if isinstance(self.name, AddressFile):
+                answer = read_addresses(Path(self.name.path))
+            else:
+                answer = self._look_up(self.name.host, self.name.port)
+        except Exception as error:  # any error is a result: later look-ups must go on
+            answer = error
+        self._hand_over(partial(self._take, answer))
+
+    def _take(self, answer: Sequence[str] | Exception) -> None:
+        self.looking_since_s = None
         if isinstance(answer, Exception):
             self.error = f"not found: {answer}"
         else:
             self.found, self.error = tuple(answer), ""
 
-    async def _answer(self) -> Sequence[str] | Exception:
-        """Returns the addresses, or the error of the look-up: TimeoutError if it has not ended after `timeout_s`."""
-        if self._under_way is None:
-            self._under_way = self._begin()
-        done, _ = await asyncio.wait({self._under_way}, timeout=self._timeout_s)
-        if not done:
-            return TimeoutError(f"no answer within {self._timeout_s:g} s")
-        answer, self._under_way = self._under_way.result(), None
-        return answer
 
-    def _begin(self) -> asyncio.Future[Sequence[str] | Exception]:
-        """Starts a look-up on a new thread. The future gets its addresses or its error."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Sequence[str] | Exception] = loop.create_future()
+class LookedUpName(LookUps):
+    """A name and its addresses, which `refresh` looks up. Use it on the event loop only."""
 
-        def tell(answer: Sequence[str] | Exception) -> None:
-            if not future.done():
-                future.set_result(answer)
+    def __init__(self, *, name: Name, look_up: LookUp, timeout_s: float) -> None:
+        self._has_answered = asyncio.Event()
+        super().__init__(name=name, look_up=look_up, hand_over=self._on_loop)
+        self.error = "not looked up yet"
+        self._timeout_s = timeout_s
 
-        def look() -> None:
-            answer: Sequence[str] | Exception
-            try:
-                answer = addresses_behind(self.name, self._look_up)
-            except Exception as error:  # any error is a result: later look-ups must go on
-                answer = error
-            with suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(tell, answer)
+    async def refresh(self) -> None:
+        """Looks up the name and updates `found` and `error`. Takes at most `timeout_s`. Raises only CancelledError.
 
-        # A daemon thread outside of any pool: if the look-up hangs, the process can exit and no pool loses a thread.
-        threading.Thread(target=look, name=f"look-up-{self.name}", daemon=True).start()
-        return future
+        If the last look-up took too long, this is the same one, so that there are never two.
+        """
+        self._loop = asyncio.get_running_loop()
+        if not self._has_answered.is_set():
+            self.look_if_due()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._has_answered.wait()
+            self._has_answered.clear()
+        except TimeoutError:
+            self.error = f"not found: no answer within {self._timeout_s:g} s"
+
+    def _on_loop(self, take: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(take)
+
+    def _take(self, answer: Sequence[str] | Exception) -> None:
+        super()._take(answer)
+        self._has_answered.set()

@@ -1,4 +1,4 @@
-"""A process that renders a model's chat template: `python -m common.text.chat_template_process TIMEOUT_S`.
+"""A process that renders a model's chat template: `python -m common.text.chat_template_process FILE TIMEOUT_S`.
 
 A template is a program by the model's author, and its input is written by clients. In a process of its own it can be
 stopped, and its memory is limited. Requests are JSON (see `common.host.answering`). The first request has the limits
@@ -29,7 +29,7 @@ START_CPU_S = 10.0
 
 
 def main() -> None:
-    asker = Asker(float(sys.argv[1]))
+    asker = Asker(int(sys.argv[1]), float(sys.argv[2]))
     leave_service()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

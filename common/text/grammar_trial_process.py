@@ -1,4 +1,4 @@
-"""A process that tries to compile grammars: `python -m common.text.grammar_trial_process TIMEOUT_S`.
+"""A process that tries to compile grammars: `python -m common.text.grammar_trial_process FILE TIMEOUT_S`.
 
 A grammar is written by a client, and its compilation can take long, need much memory, or crash. So each one is tried in
 a forked copy of this process with limits of its own; if it exceeds them, only the copy is killed. Requests are JSON
@@ -64,7 +64,7 @@ class Limits:
 
 
 def main() -> None:
-    asker = Asker(float(sys.argv[1]))
+    asker = Asker(int(sys.argv[1]), float(sys.argv[2]))
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

@@ -176,12 +176,8 @@ def _error_of(task: asyncio.Task[None]) -> BatonError | None:
     return EngineFault(f"a handoff call failed: {error!r}")
 
 
-class _NameWatch:
-    """Keeps the addresses behind one name up to date. For the event loop only.
-
-    `found` are the addresses of the last successful look-up. `error` says why the last look-up failed, and is empty if
-    it succeeded. `on_look_up` is called after each look-up.
-    """
+class _NameWatch(LookedUpName):
+    """Keeps the addresses behind one name up to date. `on_look_up` is called after each look-up."""
 
     def __init__(
         self,
@@ -192,27 +188,18 @@ class _NameWatch:
         timeout_s: float,
         on_look_up: Callable[[], None],
     ) -> None:
-        self.name = name
-        self._looked_up = LookedUpName(name=name, look_up=look_up, timeout_s=timeout_s)
-        self._interval_s = interval_s
+        super().__init__(name=name, look_up=look_up, timeout_s=timeout_s)
+        self._watch_interval_s = interval_s
         self._on_look_up = on_look_up
         self._is_failing = False
-
-    @property
-    def found(self) -> tuple[str, ...]:
-        return self._looked_up.found
-
-    @property
-    def error(self) -> str:
-        return self._looked_up.error
 
     async def watch(self) -> None:
         """Looks the name up repeatedly until the task is cancelled."""
         while True:
-            await self._looked_up.refresh()
+            await self.refresh()
             self._log_changes()
             self._on_look_up()
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self._watch_interval_s)
 
     def _log_changes(self) -> None:
         if self.error and not self._is_failing:

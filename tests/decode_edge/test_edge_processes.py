@@ -27,6 +27,7 @@ from common.errors import BatonError, ConfigError, Draining, EngineLost, Invalid
 from common.grammar.grammar import Grammar
 from common.grammar.matcher import Matcher, TokenRulesMatcher
 from common.grammar.reasoning import Reasoning
+from common.host.link import Link
 from common.rpc.grpc_options import channel_options
 from common.service.roles import RoleSwitch
 from common.telemetry.stats import Timings
@@ -39,8 +40,8 @@ from decode_service.edge.matchers import MatchersHere
 from decode_service.edge.processes import edges as edges_module
 from decode_service.edge.processes.edge_metrics import EdgeMetrics
 from decode_service.edge.processes.edges import EdgeProcesses
-from decode_service.edge.processes.link import Link, Silence
 from decode_service.edge.processes.messages import Events
+from decode_service.edge.processes.silence import Silence
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
 from decode_service.messages import Abort, Finished, FinishReason, Replica, ReplicasChanged, Submit, Tokens
@@ -423,17 +424,17 @@ async def test_processes_that_cannot_be_started_or_hang(
     tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start that is an error, and what was started ends. Later it is tried again. One that hangs is lost too."""
-    directory, start = save_tiny_model(tmp_path / "m", "llama"), edges_module.start_peer
+    directory, start = save_tiny_model(tmp_path / "m", "llama"), edges_module.start_linked
     num_started = 0
 
-    def failing(module: str) -> Any:
+    async def failing(module: str) -> Any:
         nonlocal num_started
         num_started += 1
         if num_started == 2:
             raise OSError("no memory")
-        return start(module)
+        return await start(module)
 
-    monkeypatch.setattr(edges_module, "start_peer", failing)
+    monkeypatch.setattr(edges_module, "start_linked", failing)
     with pytest.raises(StartupError, match="no memory"):
         async with running(directory, log):
             pass

@@ -6,8 +6,8 @@ import asyncio
 import mmap
 import os
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 from baton.v1 import prefill_pb2
+from common.host.child_process import Child, start_peer
+from common.host.link import Link
 from common.kv.shared_kv import PoolTicket, RemoteKv
 from common.kv.shared_pool import NUMBER_BYTES, SECRET_BYTES, PoolUnusable
 from common.nixl import transfer_process
@@ -155,7 +157,7 @@ def test_a_pool_that_is_retired_is_read_until_no_call_uses_it(peers: NixlPeers) 
             pool.retire()
             assert (await pool.fetch(remote(pool, peers.lent, (1, 2)))).is_current
         assert pool.is_lost
-        await pool._process._process.wait()
+        await asyncio.to_thread(pool._process._process.wait, BOUND_S)
 
     peers.loop.run(retire())
 
@@ -164,7 +166,7 @@ def test_a_pool_whose_process_has_ended_is_lost_before_a_read_finds_it_so(peers:
     async def end() -> None:
         pool = await open_pool(peers)
         os.kill(pool._process.pid, signal.SIGKILL)
-        await pool._process._process.wait()
+        await asyncio.to_thread(pool._process._process.wait, BOUND_S)
         assert pool.is_lost
 
     peers.loop.run(end())
@@ -176,21 +178,19 @@ class StuckProcess:
     pid = 1 << 30  # no process has this id
     returncode = None
 
-    def __init__(self) -> None:
-        self.stdin, self.stdout = self, asyncio.StreamReader()
+    def kill(self) -> None: ...
 
-    def write(self, command: bytes) -> None: ...
+    def poll(self) -> None: ...
 
-    async def drain(self) -> None: ...
-
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
+    def wait(self, timeout_s: float) -> None:
+        raise subprocess.TimeoutExpired("stuck", timeout_s)
 
 
 async def test_a_process_that_does_not_end_when_it_is_killed_is_named_and_its_pool_lost(
     logged: Callable[[], str],
 ) -> None:
-    process = TransferProcess(cast(Process, StuckProcess()), timeout_s=0.01, end_timeout_s=0.01)
+    ours, theirs = socket.socketpair()
+    process = TransferProcess(cast(Child, StuckProcess()), await Link.on(ours), timeout_s=0.01, end_timeout_s=0.01)
     header = bytes(SECRET_BYTES) + (64).to_bytes(NUMBER_BYTES, "little")
     pool = NixlPool(address=0, header=header, groups=GROUPS, process=process, staging=Staging(1 << 20))
     kv = pool.read("target", slice(1, 3), PoolTicket((1, 2), 1, 1))
@@ -202,23 +202,20 @@ async def test_a_process_that_does_not_end_when_it_is_killed_is_named_and_its_po
         with pytest.raises(NixlError, match="let go of"):
             await pool.fetch(kv)
         await pool.close()
+    theirs.close()
     assert f"the process {1 << 30} was killed and has not ended" in logged()
 
 
-async def test_a_library_that_hangs_is_ended_by_an_alarm(tmp_path: Path) -> None:
+def test_a_library_that_hangs_is_ended_by_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nixl_cu12").mkdir()
     (tmp_path / "nixl_cu12" / "__init__.py").write_text("while True: pass")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     with TemporaryFile() as file:
         file.truncate(mmap.PAGESIZE)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", transfer_process.__name__, str(file.fileno()), "0.1"),
-            stdin=PIPE,
-            stdout=PIPE,
-            pass_fds=(file.fileno(),),
-            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
-        )
-        async with asyncio.timeout(BOUND_S):
-            assert await process.wait() == -signal.SIGALRM
+        arguments = (str(file.fileno()), "0.1")
+        process, end = start_peer(transfer_process.__name__, *arguments, pass_fds=(file.fileno(),))
+    with end:
+        assert process.wait(BOUND_S) == -signal.SIGALRM
 
 
 def test_waits_double_up_to_a_bound_and_begin_anew_after_what_lasted_longer() -> None:

@@ -18,7 +18,7 @@ from common.config.settings import DecodeSettings
 from common.device.cpu import CpuDevice
 from common.device.factory import allow_tf32
 from common.errors import StartupError
-from common.host.peer_process import start_peer
+from common.host.child_process import start_peer
 from common.model.loader import LoadArguments
 from common.model.part import MemberLost
 from common.ranks import leader, process_group

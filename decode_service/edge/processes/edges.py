@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-import subprocess
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -25,7 +24,8 @@ from prometheus_client import CollectorRegistry
 from common.addresses import address_of, host_and_port, why_not_listen
 from common.errors import BatonError, ConfigError, EngineFault, StartupError
 from common.grammar.matcher import Matcher
-from common.host.peer_process import start_peer
+from common.host.child_process import Child
+from common.host.link import Link, start_linked
 from common.sampling.params import TokenLogprobs
 from common.service.engine_thread import EnginePort
 from common.service.roles import Roles
@@ -36,7 +36,6 @@ from decode_service.edge.decode_edge import UnreadEvents
 from decode_service.edge.live_requests import AllLiveRequests
 from decode_service.edge.matchers import Matchers
 from decode_service.edge.processes.edge_metrics import EdgeMetrics
-from decode_service.edge.processes.link import SAYS_EVERY_S, Link, Silence, longest_silence_s
 from decode_service.edge.processes.messages import (
     AnswerTo,
     Ask,
@@ -60,6 +59,7 @@ from decode_service.edge.processes.messages import (
     StopAdmitting,
     packed,
 )
+from decode_service.edge.processes.silence import SAYS_EVERY_S, Silence, longest_silence_s
 from decode_service.edge.replicas import ReplicaStates
 from decode_service.messages import (
     Abort,
@@ -93,7 +93,7 @@ class _EdgeProcess:
     """
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: Child
     link: Link
     listening: asyncio.Future[int]
     silence: Silence = field(default_factory=lambda: Silence(patience_s=START_TIMEOUT_S))
@@ -164,9 +164,9 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for edge in self._edges.values():
-            self._abandon(edge)
             edge.process.kill()
             edge.process.wait()
+            self._abandon(edge)
 
     # ---- as the requests that are open ------------------------------------------------------------------------------
 
@@ -251,16 +251,9 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
     async def _begin(self, number: int) -> _EdgeProcess:
         """Starts the process of an edge. Raises StartupError if it cannot be started."""
         try:
-            process, end = start_peer("decode_service.edge.processes.process")
+            process, link = await start_linked("decode_service.edge.processes.process")
         except OSError as error:
             raise StartupError(f"edge_processes: an edge cannot be started: {error}") from error
-        try:
-            link = await Link.on(end)
-        except BaseException:
-            end.close()
-            process.kill()
-            process.wait()
-            raise
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         edge = _EdgeProcess(number, process, link, listening)
         self._edges[number] = edge

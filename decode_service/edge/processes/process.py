@@ -2,8 +2,8 @@
 
     python -m decode_service.edge.processes.process FILE
 
-FILE is the number of an inherited socket to the engine's process. The process ends when the socket is closed, or when
-nothing has come through it for too long.
+FILE is the number of an inherited socket to the engine's process. The process ends when nothing has come through it for
+too long.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, assert_never, cast
 
 import structlog
@@ -27,7 +27,7 @@ from common.config.settings import Role
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.host.descriptors import raise_descriptor_limit
-from common.host.peer_process import end_with_peer
+from common.host.link import Link
 from common.rpc.aio import run
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EnginePort
@@ -41,7 +41,6 @@ from common.telemetry.tracing import process_tracer
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.assembly import EdgePlan, OpenedEdge, opened_edge
 from decode_service.edge.matchers import Matchers
-from decode_service.edge.processes.link import SAYS_EVERY_S, Link, Silence, longest_silence_s
 from decode_service.edge.processes.messages import (
     AnswerTo,
     Ask,
@@ -65,6 +64,7 @@ from decode_service.edge.processes.messages import (
     ToEdge,
     unpacked,
 )
+from decode_service.edge.processes.silence import SAYS_EVERY_S, Silence, longest_silence_s
 from decode_service.edge.replicas import ReplicaState, ReplicaStates
 from decode_service.messages import Command
 
@@ -271,11 +271,9 @@ async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's process stops this one in order
-    descriptor = int(sys.argv[1])
-    threading.Thread(target=end_with_peer, args=(descriptor,), name="end", daemon=True).start()
     raise_descriptor_limit()
-    with only_log_lines():
-        run(_serve(socket.socket(fileno=os.dup(descriptor))))
+    with only_log_lines(), suppress(EOFError, ConnectionError):  # the engine's process ends, and so does this one
+        run(_serve(socket.socket(fileno=int(sys.argv[1]))))
     sys.stderr.flush()
     os._exit(0)  # the interpreter's own end would take a second
 

@@ -1,0 +1,39 @@
+"""The silence of the other process, and after how much of it that process is taken for lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+SAYS_EVERY_S = 1.0
+"""Either side says something at least this often."""
+
+_LONGEST_LOOK_S = 1.0
+_LEAST_LIMIT_S = 4 * SAYS_EVERY_S
+
+
+class Silence:
+    """The time since the other side was heard, in seconds. At first it is negative: the other side has `patience_s`.
+
+    Each look adds at most one second. So nobody is taken for lost when the machine was suspended.
+    """
+
+    def __init__(self, *, patience_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked_s = clock()
+        self._silent_s = -patience_s
+
+    def heard(self) -> None:
+        self._silent_s = 0.0
+
+    def look(self) -> float:
+        """Returns the time of silence. Call it often."""
+        now_s = self._clock()
+        self._silent_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        self._looked_s = now_s
+        return self._silent_s
+
+
+def longest_silence_s(stall_timeout_s: float) -> float:
+    """Returns after how much silence a process is taken for lost: `stall_timeout_s`, if that is enough to tell."""
+    return max(stall_timeout_s, _LEAST_LIMIT_S)
