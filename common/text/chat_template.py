@@ -94,12 +94,10 @@ class ChatTemplate:
 
     A short content might occur in the text by chance, although the template leaves it out. So each sequence of roles is
     also rendered once with unmistakable markers as contents, and each role with contents of few characters.
-    `parts_roles` are the roles whose content the template expects as a list of parts; None finds them by trial.
+    `parts_roles` are the roles whose content the template expects as a list of parts.
     """
 
-    def __init__(
-        self, source: str, special_tokens: Mapping[str, str], *, parts_roles: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compiles and tries the template. Raises ChatRefused if it is invalid, or does not render a user's words."""
         self._special_tokens = special_tokens
         environment = _environment()
@@ -107,10 +105,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self._variables = meta.find_undeclared_variables(environment.parse(source))
         self._dropped = lru_cache(_MAX_CACHED_SHAPES)(self._find_dropped)
-        self.parts_roles: frozenset[str] = frozenset(parts_roles or ())
-        if parts_roles is None:
-            for role in ("user", *ROLES):
-                self._choose_form(role)
+        self.parts_roles: frozenset[str] = frozenset()
+        for role in ("user", *ROLES):
+            self._choose_form(role)
         self._num_dropped = {role: self._find_num_dropped(role) for role in ROLES}
 
     def render(
