@@ -1,21 +1,29 @@
 """Renders a conversation to a prompt with the model's chat template, and refuses to leave out anything that was said.
 
+The rule: each content, tool and call must be in the text, as it was said or as JSON or Python quote it. Only blanks
+around it and line ends may differ. It begins after the one before it of its kind: system, developer, assistant, call,
+tool's answer or tool. A user's words come after all words, calls and answers before them, except a system's, and
+answers come after the calls before them. The names, texts and numbers of one tool or call may come in any order. Not
+looked for are an assistant's thoughts, switches such as /no_think, and true, false and null. Short words may be in the
+text by chance, so each sequence of roles is also tried once with a *twin*: the same conversation with markers for
+words, which must pass the same check. Words beside calls that are missing from the twin may be missing from the text.
+The same check of a few twins, at the start, finds in which form the template writes contents, calls and tools at all.
+
 The Jinja environment is that of `apply_chat_template` in transformers, for which templates are written. This module
 does not import transformers, so that a separate small process can render.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
-from functools import cached_property, lru_cache
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
@@ -26,25 +34,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from common.text.chat_messages import NO_OPTIONS, ROLES, ChatMessage, TemplateOptions, Tool, ToolCall, json_object
+from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, Tool, ToolCall, json_object
 from common.text.generic_tools import in_ordinary_messages, with_one_call_each
 
-_MAX_CACHED_SHAPES = 256
+_MAX_KNOWN_TWINS = 256
 _MAX_CHARS = 1 << 24
-
-
-def _marker(index: int) -> str:
-    return f"qz{index}zq"
-
-
-_PRINTED_PART = re.compile(rf"""text['"]:\s*['"]{_marker(0)}""")
-"""Matches a list of parts as Python or JSON prints it: the template printed the list instead of reading it."""
-_PRINTED_ARGUMENT = re.compile(rf"""'{_marker(1)}':""")
-"""Matches an object as Python prints it, which is not JSON."""
-_TOOLS, _TOOLS_PLACE = -1, "tools"
-_PROBE_ID = "000000000"  # some templates accept ids of this length only
-_RARE = "\ua66e"
-"""A letter that no template has in its own words, so it can be a marker of one character."""
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+_CUT = "qzcutzq"
+"""Ends the message that the output continues."""
 
 
 class ChatRefused(ValueError):
@@ -62,56 +59,79 @@ class TextTooLong(ValueError):
     """A text exceeds its limit."""
 
 
-class _SaidPart(NamedTuple):
-    """A part of a conversation: of the message with this index, or of the tools if the index is _TOOLS."""
-
-    message: int
-    what: str
-    part: str = ""
-
-
-class _Dropped(NamedTuple):
-    """The parts that a template leaves out of conversations of one shape: the `first` that it has to keep, or None, and
-    the words beside calls in `messages`, which it may leave out.
+class _Form(NamedTuple):
+    """The form in which a template gets messages: contents of `parts_roles` as lists of parts and others as strings;
+    arguments of calls as objects or as JSON text, empty contents beside calls as null or as "", and an assistant's
+    words beside its calls, or without them.
     """
 
-    first: _SaidPart | None
-    messages: frozenset[int] = frozenset()
-
-
-class _CallsForm(NamedTuple):
-    """The form in which a template gets tool calls: arguments as objects or as JSON text, empty content as null or as
-    "", and an assistant's words beside its calls, or without them.
-    """
-
-    has_objects: bool
-    has_null: bool
+    parts_roles: frozenset[str] = frozenset()
+    has_objects: bool = True
+    has_null: bool = False
     has_words: bool = True
 
 
-class ChatTemplate:
-    """A model's chat template. It renders conversations, and checks that the text has everything that was said.
-
-    A short content might occur in the text by chance, although the template leaves it out. So each sequence of roles is
-    also rendered once with unmistakable markers as contents, and each role with contents of few characters.
-    `parts_roles` are the roles whose content the template expects as a list of parts; None finds them by trial.
+class _SaidPart(NamedTuple):
+    """A part of a conversation, in the message with this index or, if that is None, in the tools. `words` must be in
+    the text.
     """
 
-    def __init__(
-        self, source: str, special_tokens: Mapping[str, str], *, parts_roles: Sequence[str] | None = None
-    ) -> None:
+    kind: str
+    message: int | None
+    within: str
+    what: str
+    words: Sequence[str | float]
+
+
+class _LeftOut(NamedTuple):
+    """What a template leaves out of a conversation: the `first` part that it has to keep, or None, and the words beside
+    calls in the messages with these indices.
+    """
+
+    first: _SaidPart | None = None
+    beside_calls: frozenset[int] = frozenset()
+
+
+_USER, _SYSTEM, _ASSISTANT = ChatMessage("user", "u"), ChatMessage("system", "s"), ChatMessage("assistant", "a")
+_BLANK_SYSTEM = ChatMessage("system")
+_CALL = ToolCall("f", "{}", "id")
+_CALLING = ChatMessage("assistant", tool_calls=(_CALL,))
+_CALLING_TWICE = ChatMessage("assistant", tool_calls=(_CALL, _CALL))
+_ANSWER = ChatMessage("tool", "t", tool_call_id="id", name="f")
+_MARKED_TOOL = Tool("qzfzq", "qzdzq", json.dumps({"type": "object", "properties": {"qzpzq": {"type": "string"}}}))
+_WITH_TOOL = TemplateOptions((_MARKED_TOOL,))
+_TRIALS: Mapping[str, Sequence[Sequence[ChatMessage]]] = {
+    "user": ([_USER],),
+    "system": ([_SYSTEM, _USER],),
+    "developer": ([ChatMessage("developer", "d"), _USER],),
+    "assistant": ([_USER, _ASSISTANT, _USER],),
+    "tool": ([_USER, _ASSISTANT, _ANSWER], [_USER, _CALLING, _ANSWER]),
+}
+"""For each role, conversations that show in which form the template writes its contents."""
+_PROBE_ID = "000000000"  # some templates accept ids of this length only
+_PRINTED = re.compile(r"""text['"]:\s*['"]qz\d|'qz\d+zq':""")
+"""Matches a list of parts that a template printed instead of reading it, and arguments as Python prints them."""
+
+
+class ChatTemplate:
+    """A model's chat template. It renders conversations, and checks that the text has everything that was said."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compiles and tries the template. Raises ChatRefused if it is invalid, or does not render a user's words."""
         self._special_tokens = special_tokens
         environment = _environment()
         with _refusing("is none"):
             self._template = environment.from_string(source)
             self._variables = meta.find_undeclared_variables(environment.parse(source))
-        self._dropped = lru_cache(_MAX_CACHED_SHAPES)(self._find_dropped)
-        self.parts_roles: frozenset[str] = frozenset(parts_roles or ())
-        if parts_roles is None:
-            for role in ("user", *ROLES):
-                self._choose_form(role)
-        self._num_dropped = {role: self._find_num_dropped(role) for role in ROLES}
+        self._known_twins: dict[bytes, _LeftOut] = {}
+        contents_form = self._find_form_of_contents()
+        calls_form = self._find_form_of_calls(contents_form)
+        self._writes_calls = calls_form is not None
+        form = self._form = calls_form or contents_form
+        self._writes_several_calls = self._writes(form, _USER, _CALLING_TWICE, _ANSWER, _ANSWER)
+        self._writes_tools = self._writes(form, _USER, some_options=[_WITH_TOOL])
+        self._writes_answers = self._writes(form, _USER, _ASSISTANT, _ANSWER)
+        self._writes_system = self._writes(form, _SYSTEM, _USER)
 
     def render(
         self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS, *, max_chars: int = _MAX_CHARS
@@ -134,18 +154,13 @@ class ChatTemplate:
         if any(len(message.tool_calls) > 1 for message in messages) and not self._writes_several_calls:
             messages, places = with_one_call_each(messages, places)
         self._check_kwargs(options)
-        text = self._render(messages, options, max_chars=max_chars)
-        pieces = [tuple(_pieces(message)) for message in messages]
-        # A template leaves parts out if there are tools, whichever they are, so the cache does not keep the tools.
-        shape_options = replace(options, tools=(_MARKED_TOOL,)) if options.tools else options
-        dropped = self._dropped(_shape(messages, pieces), shape_options)
-        if (first := self._find_short(messages) or dropped.first) is not None:
-            raise _left_out(first, places, "leaves out")
-        pieces = [() if index in dropped.messages else said for index, said in enumerate(pieces)]
-        has_objects = any(message.tool_calls for message in messages) and self._calls_form.has_objects
-        missing = _find_missing(messages, pieces, options.tools, text, has_objects=has_objects)
-        if missing is not None:
-            raise _left_out(missing, places, "leaves out or changes some of")
+        text = self._render(messages, options, self._form, max_chars)
+        first, beside_calls = self._left_out_of_twin(messages, options)
+        first = first or _find_missing(_parts(messages, options.tools, self._form, beside_calls), text)
+        if first is not None:
+            place = "tools" if first.message is None else places[first.message]
+            reason = f"the model's chat template leaves out or changes some of {first.what} here"
+            raise ChatRefused(reason, f"chat.{place}{first.within}")
         return text
 
     @property
@@ -165,22 +180,15 @@ class ChatTemplate:
             raise ChatRefused(reason, "chat.chat_template_kwargs")
 
     def _render(
-        self,
-        messages: Sequence[ChatMessage],
-        options: TemplateOptions = NO_OPTIONS,
-        *,
-        form: _CallsForm | None = None,
-        max_chars: int = _MAX_CHARS,
+        self, messages: Sequence[ChatMessage], options: TemplateOptions, form: _Form, max_chars: int = _MAX_CHARS
     ) -> str:
-        if form is None:
-            form = self._calls_form if any(message.tool_calls for message in messages) else _CALLS_FORMS[0]
         if options.continue_final_message:
             messages = [*messages[:-1], replace(messages[-1], content=messages[-1].content + _CUT)]
         variables = {
             **self._special_tokens,
             "documents": None,
             **(json_object(options.chat_template_kwargs) or {}),
-            "messages": [self._as_read(message, form) for message in messages],
+            "messages": [_as_read(message, form) for message in messages],
             "tools": [tool.as_read() for tool in options.tools] or None,
             "add_generation_prompt": options.add_generation_prompt,
         }
@@ -200,205 +208,114 @@ class ChatTemplate:
             raise ChatRefused("the model's chat template changes the last message", "chat.continue_final_message")
         return text
 
-    def _as_read(self, message: ChatMessage, form: _CallsForm) -> dict[str, Any]:
-        """Returns the message in the form that templates for transformers expect. Absent fields have no key."""
-        says_nothing = bool(message.tool_calls) and not (form.has_words and message.content.strip())
-        content: Any = "" if says_nothing else message.content
-        if message.role in self.parts_roles:
-            content = [{"type": "text", "text": content}]
-        if says_nothing and form.has_null:
-            content = None
-        read = {"role": message.role, "content": content}
-        if message.tool_calls:
-            read["tool_calls"] = [_call_as_read(call, form) for call in message.tool_calls]
-        if message.tool_call_id:
-            read["tool_call_id"] = message.tool_call_id
-        if message.name:
-            read["name"] = message.name
-        if message.reasoning:
-            read["reasoning_content"] = message.reasoning
-            if says_nothing or not message.tool_calls:  # gpt-oss' template takes words or thoughts beside calls
-                read["thinking"] = message.reasoning
-        return read
-
-    def _choose_form(self, role: str) -> None:
-        """Chooses how this role's content is passed: as a list of parts if the template renders only those, else as a
-        string.
-
-        Raises ChatRefused if the template keeps a user's words in neither form.
+    def _left_out_of_twin(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> _LeftOut:
+        """Returns what the template leaves out of the conversation's twin: nothing if it refuses the twin, because then
+        it has read the markers.
         """
-        as_strings, reason = self.parts_roles, ""
-        for parts_roles in (as_strings, as_strings | {role}):
-            self.parts_roles = parts_roles
-            for before, after in _AROUND[role]:
-                try:
-                    text = self._render([*before, _probe(role, _marker(0)), *after], form=_CALLS_FORMS[0])
-                except (ChatRefused, TextTooLong) as error:
-                    reason = reason or str(error)
-                    continue
-                if _marker(0) in text and not _PRINTED_PART.search(text):
-                    return
-        self.parts_roles = as_strings  # `render` checks this role in each conversation
-        if role == "user":
-            raise ChatRefused(
-                reason or "the model's chat template leaves out what a user says, as a string and as a list of parts"
-            )
-
-    def _find_num_dropped(self, role: str) -> int:
-        """Returns the length in characters of the longest content of this role that the template leaves out for being
-        short, or 0 if there is none.
-        """
-        for around in _AROUND[role]:
-            if self._keeps(role, _marker(0), around) and not self._keeps(role, _RARE, around):
-                longer = range(2, len(_marker(0)))
-                return max((num for num in longer if not self._keeps(role, num * _RARE, around)), default=1)
-        return 0
-
-    def _keeps(self, role: str, words: str, around: _Around) -> bool:
-        before, after = around
-        try:
-            text = self._render([*before, _probe(role, words), *after], form=_CALLS_FORMS[0])
-        except (ChatRefused, TextTooLong):
-            return False
-        return _Search(text).end_of(words, 0) >= 0
-
-    @cached_property
-    def _calls_form(self) -> _CallsForm:
-        """The first of `_CALLS_FORMS` in which the template renders tool calls completely, without the words beside
-        them if it renders calls in no form beside words.
-
-        If there is none, this is the first form, and `render` finds what is left out of each conversation.
-        """
-        for form, text in self._texts_of_calls().items():
-            if _has_calls(text):
-                return form._replace(has_words=_has_calls(self._texts_of_calls("w").get(form, "")))
-        return _CALLS_FORMS[0]
-
-    def _texts_of_calls(self, words: str = "") -> Mapping[_CallsForm, str]:
-        """Maps the forms in which the template renders a conversation with a call to its text.
-
-        The text has the conversation several times, with and without a system message and a tool, because a template
-        may write calls only with them.
-        """
-        calling, answer = _MARKED_CALLS
-        texts: dict[_CallsForm, str] = {}
-        for form, before, options in itertools.product(_CALLS_FORMS, _BEGINNINGS, _WITH_AND_WITHOUT_TOOL):
+        twin = _twin(messages)
+        if options.tools:  # a template leaves out parts if there are tools, whichever they are
+            options = replace(options, tools=_WITH_TOOL.tools)
+        key = hashlib.sha256(repr((twin, options)).encode()).digest()
+        if key not in self._known_twins:
+            left_out = _LeftOut()
             with suppress(ChatRefused, TextTooLong):
-                text = self._render([*before, _USER, replace(calling, content=words), answer], options, form=form)
-                texts[form] = texts.get(form, "") + text
-        return texts
+                left_out = _find_left_out(twin, options.tools, self._render(twin, options, self._form), self._form)
+            if len(self._known_twins) == _MAX_KNOWN_TWINS:
+                del self._known_twins[next(iter(self._known_twins))]
+            self._known_twins[key] = left_out
+        return self._known_twins[key]
 
-    @cached_property
-    def _writes_calls(self) -> bool:
-        return any(_marker(0) in text for text in self._texts_of_calls().values())
+    def _find_form_of_contents(self) -> _Form:
+        """Raises ChatRefused if the template writes a user's words in no form. Other roles then get strings, and are
+        checked in each conversation.
+        """
+        form = _Form()
+        for role, trials in _TRIALS.items():
+            forms = form, form._replace(parts_roles=form.parts_roles | {role})
+            found = next((each for each in forms if any(self._writes(each, *trial) for trial in trials)), None)
+            if found is None and role == "user":
+                self._render([_USER], NO_OPTIONS, form)  # raises the template's own reason, if it has one
+                reason = "leaves out what a user says, as a string and as a list of parts"
+                raise ChatRefused(f"the model's chat template {reason}")
+            form = found or form
+        return form
 
-    @cached_property
-    def _writes_several_calls(self) -> bool:
-        """Whether the template writes two calls in one message."""
-        calling, answer = _MARKED_CALLS
-        calling = replace(calling, tool_calls=[*calling.tool_calls, _SECOND_CALL])
-        answers = (answer, replace(answer, tool_call_id=_SECOND_CALL.id))
-        for before, options in itertools.product(_BEGINNINGS, _WITH_AND_WITHOUT_TOOL):
-            with suppress(ChatRefused, TextTooLong):
-                text = self._render([*before, _USER, calling, *answers], options)
-                if _has_calls(text) and _SECOND_CALL.name in text:
-                    return True
-        return False
-
-    @cached_property
-    def _writes_tools(self) -> bool:
-        """Whether the template tells the model of tools, in a conversation with or without a system message."""
-        for before in _BEGINNINGS:
-            with suppress(ChatRefused, TextTooLong):
-                text = self._render([*before, _USER], TemplateOptions((_MARKED_TOOL,)))
-                if all(marker in text for marker in _TOOL_MARKERS):
-                    return True
-        return False
-
-    @cached_property
-    def _writes_answers(self) -> bool:
-        """Whether the template writes what a tool says after an assistant's words."""
-        return self._keeps("tool", _marker(0), _AROUND["tool"][0])
-
-    @cached_property
-    def _writes_system(self) -> bool:
-        return self._keeps("system", _marker(0), _AROUND["system"][0])
-
-    def _find_short(self, messages: Sequence[ChatMessage]) -> _SaidPart | None:
-        """Returns the first content that the template leaves out for being short, or None."""
-        for index, message in enumerate(messages):
-            if 0 < len(message.content.strip()) <= self._num_dropped[message.role]:
-                return _contents_of(index, message.role)
+    def _find_form_of_calls(self, form: _Form) -> _Form | None:
+        """Returns the first form in which the template writes a call with its answer, or None."""
+        for has_null, has_objects in itertools.product((False, True), (True, False)):
+            form = form._replace(has_null=has_null, has_objects=has_objects)
+            if self._writes(form, _USER, _CALLING, _ANSWER):
+                return form._replace(has_words=self._writes(form, _USER, replace(_CALLING, content="w"), _ANSWER))
         return None
 
-    def _find_dropped(self, shape: bytes, options: TemplateOptions) -> _Dropped:
-        """Returns what the template leaves out of a conversation of this `_shape`. Options that have tools have
-        _MARKED_TOOL.
-
-        It renders a conversation with markers as contents, and looks for the markers in the text. If the template
-        refuses that conversation it has read the markers, so nothing counts as left out.
+    def _writes(
+        self, form: _Form, *messages: ChatMessage, some_options: Sequence[TemplateOptions] = (NO_OPTIONS, _WITH_TOOL)
+    ) -> bool:
+        """Whether the template writes all that the twin of these messages says, with or without a system message before
+        it, with one of `some_options`.
         """
-        probes, said = _probes(shape)
-        if options.tools:
-            said |= dict.fromkeys(_TOOL_MARKERS, _SaidPart(_TOOLS, "the tools"))
-        try:
-            text = self._render(probes, options)
-        except (ChatRefused, TextTooLong):
-            return _Dropped(None)
-        found = set(_ANY_MARKER.findall(text))
-        dropped = [each for marker, each in said.items() if marker not in found]
-        beside_calls = frozenset(
-            each.message
-            for each in dropped
-            if each.message != _TOOLS and not each.part and probes[each.message].tool_calls
+        for before, options in itertools.product(((), (_BLANK_SYSTEM,)), some_options):
+            with suppress(ChatRefused, TextTooLong):
+                twin = _twin([*before, *messages])
+                text = self._render(twin, options, form)
+                if _find_left_out(twin, options.tools, text, form).first is None and not _PRINTED.search(text):
+                    return True
+        return False
+
+
+def _twin(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Returns the conversation with a marker of its own for each content, and for names and values of calls."""
+    markers = (f"qz{index}zq" for index in itertools.count())
+    return tuple(
+        ChatMessage(
+            message.role,
+            next(markers) if any(_pieces(message)) else "",
+            tuple(
+                ToolCall(
+                    next(markers),
+                    next(markers) if _object_of(call.arguments) is None else json.dumps({next(markers): next(markers)}),
+                    _PROBE_ID if call.id else "",
+                )
+                for call in message.tool_calls
+            ),
+            _PROBE_ID if message.tool_call_id else "",
+            "f" if message.name else "",
         )
-        return _Dropped(
-            next((each for each in dropped if each.part or each.message not in beside_calls), None), beside_calls
-        )
+        for message in messages
+    )
 
 
-_USER = ChatMessage("user", "u")
-_CUT = _marker(1000)
-"""Ends the message that the output continues."""
-_TOOL_MARKERS = tuple(_marker(index) for index in range(1001, 1004))
-_MARKED_TOOL = Tool(
-    _TOOL_MARKERS[0],
-    _TOOL_MARKERS[1],
-    json.dumps({"type": "object", "properties": {_TOOL_MARKERS[2]: {"type": "string"}}}),
-)
-_MARKED_CALLS = (
-    ChatMessage("assistant", tool_calls=[ToolCall(_marker(0), json.dumps({_marker(1): _marker(2)}), _PROBE_ID)]),
-    ChatMessage("tool", "t", tool_call_id=_PROBE_ID, name="f"),
-)
-_SECOND_CALL = ToolCall(_marker(3), "{}", "000000001")
-_BEGINNINGS: Sequence[Sequence[ChatMessage]] = ((), (ChatMessage("system", "s"),))
-_WITH_AND_WITHOUT_TOOL = (NO_OPTIONS, TemplateOptions((_MARKED_TOOL,)))
-_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
-_Around = tuple[Sequence[ChatMessage], Sequence[ChatMessage]]
-_AROUND: Mapping[str, Sequence[_Around]] = {
-    "user": (((), ()), ((ChatMessage("system", "s"),), ())),
-    "system": (((), (_USER,)),),
-    "developer": (((), (_USER,)),),
-    "assistant": (((_USER,), (ChatMessage("user", "v"),)),),
-    "tool": (
-        ((_USER, ChatMessage("assistant", "a")), ()),
-        ((_USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "{}", _PROBE_ID)])), ()),
-    ),
-}
-"""For each role, the messages before and after a trial message of this role."""
-_CALLS_FORMS = tuple(_CallsForm(has_objects, has_null) for has_null in (False, True) for has_objects in (True, False))
+def _find_left_out(twin: Sequence[ChatMessage], tools: Sequence[Tool], text: str, form: _Form) -> _LeftOut:
+    """Returns what is missing from the twin's text."""
+    beside_calls = frozenset(
+        index for index, message in enumerate(twin) if message.tool_calls and message.content not in text
+    )
+    return _LeftOut(_find_missing(_parts(twin, tools, form, beside_calls), text), beside_calls)
 
 
-def _has_calls(text: str) -> bool:
-    """Returns whether a text of `_MARKED_CALLS` has the call completely, with arguments in JSON."""
-    return all(_marker(index) in text for index in range(3)) and not _PRINTED_ARGUMENT.search(text)
+def _as_read(message: ChatMessage, form: _Form) -> dict[str, Any]:
+    """Returns the message in the form that templates for transformers expect. Absent fields have no key."""
+    says_nothing = bool(message.tool_calls) and not (form.has_words and message.content.strip())
+    content: Any = "" if says_nothing else message.content
+    if message.role in form.parts_roles:
+        content = [{"type": "text", "text": content}]
+    if says_nothing and form.has_null:
+        content = None
+    read = {"role": message.role, "content": content}
+    if message.tool_calls:
+        read["tool_calls"] = [_call_as_read(call, form) for call in message.tool_calls]
+    if message.tool_call_id:
+        read["tool_call_id"] = message.tool_call_id
+    if message.name:
+        read["name"] = message.name
+    if message.reasoning:
+        read["reasoning_content"] = message.reasoning
+        if says_nothing or not message.tool_calls:  # gpt-oss' template takes words or thoughts beside calls
+            read["thinking"] = message.reasoning
+    return read
 
 
-def _probe(role: str, words: str) -> ChatMessage:
-    return ChatMessage(role, words, tool_call_id=_PROBE_ID if role == "tool" else "")
-
-
-def _call_as_read(call: ToolCall, form: _CallsForm) -> dict[str, Any]:
+def _call_as_read(call: ToolCall, form: _Form) -> dict[str, Any]:
     arguments = _object_of(call.arguments) if form.has_objects else None
     function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
     read: dict[str, Any] = {"type": "function", "function": function}
@@ -435,135 +352,66 @@ def _finite(number: str) -> float:
     return value
 
 
-_HAS_ID, _HAS_NAME, _SAYS, _IS_OBJECT, _CALL, _ROLE = 1, 2, 4, 4, 8, 16
-_ANY_MARKER = re.compile(r"qz\d+zq")
-
-
-def _shape(messages: Sequence[ChatMessage], pieces: Sequence[Sequence[str]]) -> bytes:
-    """Encodes the form of a conversation without its words: one byte for each message and for each tool call.
-
-    `pieces` has the `_pieces` of each message.
-    """
-    shape = bytearray()
-    for message, said in zip(messages, pieces, strict=True):
-        code = _ROLE * ROLES.index(message.role) | _SAYS * bool(said)
-        shape.append(code | _HAS_ID * bool(message.tool_call_id) | _HAS_NAME * bool(message.name))
-        for call in message.tool_calls:
-            shape.append(_CALL | _HAS_ID * bool(call.id) | _IS_OBJECT * (_object_of(call.arguments) is not None))
-    return bytes(shape)
-
-
-def _probes(shape: bytes) -> tuple[list[ChatMessage], dict[str, _SaidPart]]:
-    """Returns a conversation of this `_shape` whose contents are markers, and a mapping of each marker to the part of
-    the conversation that it stands for.
-    """
-    probes: list[ChatMessage] = []
-    said: dict[str, _SaidPart] = {}
-
-    def marker_of(each: _SaidPart) -> str:
-        said[marker := _marker(len(said))] = each
-        return marker
-
-    for code in shape:
-        tool_call_id = _PROBE_ID if code & _HAS_ID else ""
-        if code & _CALL:
-            calls = probes[-1].tool_calls
-            index, part = len(probes) - 1, f".tool_calls[{len(calls)}]"
-            name = marker_of(_SaidPart(index, "the function's name", part))
-            words = [marker_of(_SaidPart(index, "the arguments", part)) for _ in range(4)]
-            arguments = json.dumps(dict([words[:2], words[2:]])) if code & _IS_OBJECT else " ".join(words)
-            probes[-1] = replace(probes[-1], tool_calls=[*calls, ToolCall(name, arguments, tool_call_id)])
-            continue
-        role = ROLES[code // _ROLE]
-        content = marker_of(_contents_of(len(probes), role)) if code & _SAYS else ""
-        name = "f" if code & _HAS_NAME else ""
-        probes.append(ChatMessage(role, content, tool_call_id=tool_call_id, name=name))
-    return probes, said
-
-
-def _contents_of(index: int, role: str) -> _SaidPart:
-    return _SaidPart(index, f"what the {role} says")
-
-
-def _left_out(said: _SaidPart, places: Sequence[str], how: str) -> ChatRefused:
-    """Returns the error for a part that the template leaves out. `places` says where each message comes from."""
-    place = _TOOLS_PLACE if said.message == _TOOLS else places[said.message]
-    return ChatRefused(f"the model's chat template {how} {said.what} here", f"chat.{place}{said.part}")
-
-
-_MAX_SEARCHED_CHARS = 1 << 28  # takes about 0.3 s
 _END_OF_THOUGHTS = re.compile(
     r"</(?:\w+:)?(?:think(?:ing)?|thoughts?|reasoning)>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>|<channel\|>"
 )
-_ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
+_ANSWER_IN_TAGS = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
 """Matches a content whose answer is in <answer> tags, which some models write after their thoughts."""
 _SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
 """Matches switches in a content, which turn thinking, or the template's own words, on or off. Some templates remove
 them.
 """
+_AFTER = {
+    "tools": ("tools",),
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "assistant", "call", "tool"),
+    "assistant": ("user", "assistant"),
+    "call": ("user", "call"),
+    "tool": ("user", "call", "tool"),
+}
+"""For each kind of part, the kinds after whose last part it begins."""
+_MAX_IN_ANY_ORDER = 1000
 
 
-def _find_missing(
-    messages: Sequence[ChatMessage],
-    pieces: Sequence[Sequence[str]],
-    tools: Sequence[Tool],
-    text: str,
-    *,
-    has_objects: bool,
-) -> _SaidPart | None:
-    """Returns the first part of the conversation that is missing from the text, or None.
+def _parts(
+    messages: Sequence[ChatMessage], tools: Sequence[Tool], form: _Form, beside_calls: frozenset[int]
+) -> Iterator[_SaidPart]:
+    """Yields what must be in the text. `beside_calls` are the messages whose words beside calls need not be.
 
-    `pieces` has the `_pieces` of each message. `has_objects` says that the template got the arguments of tool
-    calls as objects, and not as JSON text.
-
-    The text must have the parts in this order: a turn goes from one user or system message to the next, and turns come
-    in order. Within a turn each kind of part keeps its order: the assistant's words, its tool calls, and the tools'
-    answers. An answer comes after the calls that it may answer. The assistant's words may come before or after its
-    calls, because some templates write them last. A system message may be moved before all turns.
+    Only the names of a tool's parameters must be: some templates write schemas in a language of types.
     """
-    search = _Search(text)
-    if (tool := _find_missing_of_tools(tools, search)) is not None:
-        return tool
-    ends = dict.fromkeys(("system", "assistant", "call", "tool"), 0)
-    for index, (message, said) in enumerate(zip(messages, pieces, strict=True)):
-        kind = "system" if message.role == "developer" else message.role
-        if kind in ("system", "user"):
-            ends["assistant"] = ends["call"] = ends["tool"] = max(ends["assistant"], ends["call"], ends["tool"])
-        end = max(ends["tool"], ends["call"]) if kind == "tool" else ends["assistant" if kind == "user" else kind]
-        for piece in said:
-            if (end := search.end_of(piece, end)) < 0:
-                return _contents_of(index, message.role)
-        ends |= dict.fromkeys(("assistant", "call", "tool"), end) if kind == "user" else {kind: end}
-        for number, call in enumerate(message.tool_calls):
-            part = f".tool_calls[{number}]"
-            words = _InAnyOrder(search, ends["call"])
-            if not words.finds(call.name):
-                return _SaidPart(index, "the function's name", part)
-            arguments = _object_of(call.arguments) if has_objects else None
-            if not all(map(words.finds, [call.arguments] if arguments is None else _leaves(arguments))):
-                return _SaidPart(index, "the arguments", part)
-            ends["call"] = words.end
-    return None
-
-
-def _find_missing_of_tools(tools: Sequence[Tool], search: _Search) -> _SaidPart | None:
-    """Returns the first name or description of a tool, or name of a parameter, that is missing; None if all are there.
-
-    Tools must come in order. Other parts of a schema are not looked for, because some templates write it in a language
-    of types.
-    """
-    start = 0
     for number, tool in enumerate(tools):
         properties = tool.schema.get("properties")
-        names = properties if isinstance(properties, dict) else {}
-        said = [
-            (tool.description, "what it says of itself"),
-            *((name, "the names of its parameters") for name in names),
-        ]
-        for words, what in [(tool.name, "the function's name"), *said]:
-            if words.strip() and search.end_of(words, start) < 0:
-                return _SaidPart(_TOOLS, what, f"[{number}]")
-        start = search.end_of(tool.name, start)
+        names = properties if isinstance(properties, dict) else ()
+        yield _SaidPart("tools", None, f"[{number}]", "the tool", [tool.name, tool.description, *names])
+    for index, message in enumerate(messages):
+        for piece in () if index in beside_calls else _pieces(message):
+            yield _SaidPart(message.role, index, "", f"what the {message.role} says", [piece])
+        for number, call in enumerate(message.tool_calls):
+            arguments = _object_of(call.arguments) if form.has_objects else None
+            words = [call.arguments] if arguments is None else _leaves(arguments)
+            yield _SaidPart("call", index, f".tool_calls[{number}]", "the call", [call.name, *words])
+
+
+def _find_missing(parts: Iterable[_SaidPart], text: str) -> _SaidPart | None:
+    """Returns the first part that is not in its place in the text, or None.
+
+    To find words in any order takes time quadratic in their number, so very many must come in order.
+    """
+    text = _with_single_line_ends(text)
+    ends = dict.fromkeys(_AFTER, 0)
+    for part in parts:
+        start = end = max(ends[kind] for kind in _AFTER[part.kind])
+        in_order = len(part.words) > _MAX_IN_ANY_ORDER
+        ends_of_words: dict[str | float, int] = {}  # equal words must be at different places
+        for word in part.words:
+            found = _end_of(text, word, end if in_order else ends_of_words.get(word, start))
+            if found < 0:
+                return part
+            ends_of_words[word] = found
+            end = max(end, found)
+        ends[part.kind] = end
     return None
 
 
@@ -578,7 +426,7 @@ def _pieces(message: ChatMessage) -> Iterator[str]:
         for thoughts in _END_OF_THOUGHTS.finditer(message.content):
             end = thoughts.end()
         content = content[end:]
-        if answer := _ANSWER.fullmatch(content.strip()):
+        if answer := _ANSWER_IN_TAGS.fullmatch(content.strip()):
             content = answer[1]
     for piece in _SWITCH.split(content):
         if piece := piece.strip():
@@ -602,7 +450,6 @@ def _leaves(value: Any) -> Iterator[str | float]:
                 yield leaf
 
 
-_NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LINE_ENDS = re.compile(r"[\r\n]+")
 _QUOTED_LINE_ENDS = re.compile(r"\\(?:\\(?:\\\\)*+|(r(?:\\[rn])*+|n(?:\\[rn])++))")
 """Matches escaped line ends in quoted text, except a single `\\n`. It skips escaped backslashes."""
@@ -611,133 +458,60 @@ _NOT_QUOTED = re.compile(r"[ !#-&(-\[\]-~]*")
 _NEAR_CHARS = 1024
 
 
-def _quotings(words: str) -> Sequence[str]:
-    """Returns the words as JSON, ASCII-only JSON and Python escape them. Forms without any escape are left out."""
+def _with_single_line_ends(text: str) -> str:
+    """Returns the text with one line end for each run of them, and one escape for each run of those of quoted text."""
+    return _QUOTED_LINE_ENDS.sub(lambda match: "\\n" if match[1] else match[0], _LINE_ENDS.sub("\n", text))
+
+
+def _writings(words: str) -> Sequence[str]:
+    """Returns the words as they are, and as JSON, ASCII-only JSON and Python escape them."""
+    words = _LINE_ENDS.sub("\n", words.strip())
     if _NOT_QUOTED.fullmatch(words):
-        return ()
-    quotings = [encode_basestring(words)[1:-1], encode_basestring_ascii(words)[1:-1], repr('"' + words)[2:-1]]
+        return [words]
+    quoted = [encode_basestring(words)[1:-1], encode_basestring_ascii(words)[1:-1], repr('"' + words)[2:-1]]
     if '"' not in words:  # Python chooses the outer quotes by those in the whole text
-        quotings.append(repr(words)[1:-1])
-    return [quoting for quoting in dict.fromkeys(quotings) if quoting != words]
+        quoted.append(repr(words)[1:-1])
+    return [_with_single_line_ends(words), *dict.fromkeys(quoted)]
 
 
-class _Search:
-    """Finds words in a text, unchanged or escaped. All kinds of line ends match, with or without blank lines.
+def _end_of(text: str, word: str | float, start: int) -> int:
+    """Returns the end of the first place of a word or number at `start` or later, or -1. The text has single line ends.
 
-    `_plain` is the text with each run of line ends replaced by one line end. `_quoted` is `_plain` with each run of
-    escaped line ends replaced by one, too. The i-th replaced run ends at `_plain_ends[i]` and at `_quoted_ends[i]`.
+    A number that is a part of another is no place of it.
     """
-
-    def __init__(self, text: str) -> None:
-        self._plain = _LINE_ENDS.sub("\n", text)
-        self.chars_left = _MAX_SEARCHED_CHARS
-        self._plain_ends: list[int] = []
-        self._quoted_ends: list[int] = []
-        pieces: list[str] = []
-        start = end = 0
-        for match in _QUOTED_LINE_ENDS.finditer(self._plain):
-            if not match[1]:
-                continue
-            pieces += self._plain[start : match.start()], "\\n"
-            end += match.start() - start + len("\\n")
-            start = match.end()
-            self._plain_ends.append(start)
-            self._quoted_ends.append(end)
-        self._quoted = "".join([*pieces, self._plain[start:]])
-
-    def end_of(self, words: str, start: int) -> int:
-        """Returns the end of the first occurrence of `words` that begins at `start` or later, or -1."""
-        words = _LINE_ENDS.sub("\n", words.strip())
-        quotings = _quotings(words)
-        quoted_start = _moved(start, self._plain_ends, self._quoted_ends)
-        done, stop = 0, len(words) + _NEAR_CHARS if quotings else len(self._plain)
-        while True:  # searching all of the text for one form would be slow if another is near
-            ends = []
-            if (at := self._plain.find(words, start + max(0, done - len(words)), start + stop)) >= 0:
-                ends.append(at + len(words))
-            for quoting in quotings:
-                first = quoted_start + max(0, done - len(quoting))
-                if (at := self._quoted.find(quoting, first, quoted_start + stop)) >= 0:
-                    ends.append(_moved(at + len(quoting), self._quoted_ends, self._plain_ends))
-            if ends:
-                return min(ends)
-            if start + stop >= len(self._plain):
-                return -1
-            done, stop = stop, 2 * stop
-
-    def end_of_number(self, number: str, start: int) -> int:
-        """Returns the end of the first occurrence of `number` that begins at `start` or later, or -1.
-
-        A number that is a part of another number is no occurrence.
-        """
-        starts = self._starts_of_numbers.get(number, [])
-        index = bisect_left(starts, start)
-        return starts[index] + len(number) if index < len(starts) else -1
-
-    @cached_property
-    def _starts_of_numbers(self) -> Mapping[str, Sequence[int]]:
-        starts: dict[str, list[int]] = {}
-        for match in _NUMBER.finditer(self._plain):
-            starts.setdefault(match[0], []).append(match.start())
-        return starts
+    if not isinstance(word, str):
+        number = json.dumps(word)
+        while (at := text.find(number, start)) >= 0:
+            end = at + len(number)
+            if set(text[at - 1 : at] + text[end : end + 1]).isdisjoint("0123456789+-."):
+                return end
+            start = at + 1
+        return -1
+    writings = _writings(word)
+    num_near = max(map(len, writings)) + _NEAR_CHARS
+    while True:  # to search all of the text for one writing would be slow if another is near
+        ends = [at + len(each) for each in writings if (at := text.find(each, start, start + num_near)) >= 0]
+        if ends or start + num_near >= len(text):
+            return min(ends, default=-1)
+        num_near *= 2
 
 
-def _moved(at: int, ends: Sequence[int], other_ends: Sequence[int]) -> int:
-    """Converts position `at` in one text to the corresponding position in another.
-
-    The texts differ only in some places. The i-th ends at `ends[i]` in the one and at `other_ends[i]` in the other.
+@contextmanager
+def _refusing(otherwise: str) -> Iterator[None]:
+    """Turns any exception of a template into ChatRefused. It lets TextTooLong pass. In the error's message, `otherwise`
+    describes a failure that is not the template's own refusal.
     """
-    index = bisect_right(ends, at)
-    return at + other_ends[index - 1] - ends[index - 1] if index else at
-
-
-class _InAnyOrder:
-    """Finds words in any order from `start` on. Equal words must occur at different places.
-
-    To search for many words in any order takes time quadratic in their number. So once very many characters have been
-    searched, further words must come in order.
-    """
-
-    def __init__(self, search: _Search, start: int) -> None:
-        self._search = search
-        self._start = self.end = start
-        self._ends: dict[str, int] = {}
-
-    def finds(self, leaf: str | float) -> bool:
-        words = leaf if isinstance(leaf, str) else json.dumps(leaf)
-        end_of = self._search.end_of if isinstance(leaf, str) else self._search.end_of_number
-        start = self._ends.get(words, self._start) if self._search.chars_left > 0 else self.end
-        if (end := end_of(words, start)) < 0:
-            return False
-        self._search.chars_left -= end - start
-        self._ends[words] = end
-        self.end = max(self.end, end)
-        return True
-
-
-class _refusing:
-    """A context that turns any exception of a template into ChatRefused. It lets TextTooLong pass.
-
-    In the error's message, `otherwise` describes a failure that is not the template's own refusal.
-    """
-
-    def __init__(self, otherwise: str) -> None:
-        self._otherwise = otherwise
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        match error:
-            case None | ChatRefused() | TextTooLong():
-                return
-            case MemoryError():
-                raise ChatRefused("the model's chat template needs too much memory for it") from error
-            case TemplateError() if not isinstance(error, TemplateSyntaxError):
-                raise ChatRefused(f"the model's chat template refuses it: {error}") from error
-            case Exception():
-                message = f"the model's chat template {self._otherwise}: {type(error).__name__}: {error}"
-                raise ChatRefused(message) from error
+    try:
+        yield
+    except (ChatRefused, TextTooLong):
+        raise
+    except MemoryError as error:
+        raise ChatRefused("the model's chat template needs too much memory for it") from error
+    except Exception as error:
+        if isinstance(error, TemplateError) and not isinstance(error, TemplateSyntaxError):
+            raise ChatRefused(f"the model's chat template refuses it: {error}") from error
+        message = f"the model's chat template {otherwise}: {type(error).__name__}: {error}"
+        raise ChatRefused(message) from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -2,10 +2,10 @@
 
 A template is a program by the model's author, and its input is written by clients. In a process of its own it can be
 stopped, and its memory is limited. Requests are JSON (see `common.host.answering`). The first request has the limits
-and the arguments of ChatTemplate. Its answer is DONE with the template's `parts_roles`, a JSON list. Each later request
-has one conversation, and its answer is DONE with the rendered text. If a request fails, the answer has another status;
-FAILED comes with a JSON list, of the field at fault and the reason. SIGPROF ends the process if a template uses too
-much CPU time. Clock time is not limited, because a busy machine is not the template's fault.
+and the arguments of ChatTemplate; its answer is DONE. Each later request has one conversation, and its answer is DONE
+with the rendered text. If a request fails, the answer has another status; FAILED comes with a JSON list, of the field
+at fault and the reason. SIGPROF ends the process if a template uses too much CPU time. Clock time is not limited,
+because a busy machine is not the template's fault.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
                     render_cpu_s = asked.pop("cpu_s")
                     template = ChatTemplate(**asked)
                     cpu_s = render_cpu_s
-                    text = json.dumps(sorted(template.parts_roles))
+                    text = ""
                 else:
                     text = template.render(*chat_from_json(asked), max_chars=max_chars)
                 status, content = DONE, text.encode()

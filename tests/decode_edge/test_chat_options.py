@@ -66,9 +66,12 @@ def test_a_tool_without_description_or_parameters_has_none() -> None:
     [
         ("{{ tools[0] | tojson if tools }}", "chat.tools[1]"),
         ("{% for t in tools or [] %}{{ (t | tojson)[:170] }}{% endfor %}", "chat.tools[0]"),
-        ("{% if messages[0].role == 'user' %}" + TOOLS + "{% endif %}", "chat.tools"),
+        (TOOLS.replace("tojson", "tojson | replace('Fast.', '')"), "chat.tools[0]"),
+        (TOOLS.replace("tojson", "tojson | replace('größe', '')"), "chat.tools[0]"),
+        (TOOLS.replace("tojson", "tojson | replace('clock', '')"), "chat.tools[1]"),
+        ("{% if messages[0].role == 'user' %}" + TOOLS + "{% endif %}", "chat.tools[0]"),
     ],
-    ids=["the first", "cut", "without a system message"],
+    ids=["the first", "cut", "a description", "a parameter", "a name", "without a system message"],
 )
 def test_tools_that_a_template_leaves_out_are_refused_by_name(source: str, field: str) -> None:
     error = refusal(source + EACH, SYSTEM, USER, tools=(WEATHER, CLOCK))
@@ -195,9 +198,11 @@ def test_a_variable_that_is_not_read_or_not_the_request_s_is_refused(name: str) 
 
 def test_a_template_is_tried_with_the_variables_that_the_request_sets() -> None:
     source = "A helpful assistant.{% for m in messages if not short or m.role != 'system' %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source, {})
     said = [ChatMessage("system", "help"), USER]
-    rendered(source, *said)
-    assert str(refusal(source, *said, chat_template_kwargs='{"short": true}')).startswith("messages[0]: ")
+    template.render(said)
+    with pytest.raises(ChatRefused, match=r"^messages\[0\]: "):
+        template.render(said, TemplateOptions(chat_template_kwargs='{"short": true}'))
 
 
 @pytest.mark.parametrize(("words", "text"), [("The sky is", "The sky is"), ("The sky is ", "The sky is "), ("a", "a")])
@@ -241,7 +246,7 @@ def test_a_chat_s_json_has_all_of_it() -> None:
     ids=["words", "calls", "both", "none"],
 )
 def test_earlier_reasoning_has_the_names_that_templates_read(message: ChatMessage, expected: str) -> None:
-    source = EACH + "{{ messages[1].tool_calls | tojson if messages[1].tool_calls }}"
+    source = EACH.replace("{% endfor %}", "{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}")
     source += "[{{ messages[1].reasoning_content }}|{{ messages[1].thinking }}]"
     assert rendered(source, USER, message).endswith(f"[{expected}]")
 

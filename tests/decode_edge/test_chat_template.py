@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,171 +14,360 @@ from hypothesis import given
 from hypothesis.strategies import text
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.text.chat_messages import ChatMessage, ToolCall
+from common.text.chat_messages import ChatMessage, TemplateOptions, Tool, ToolCall
 from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
 from common.text.tokenizer import TextTokenizer
 from tests.support.models import make_tokenizer
 
 USER, SYSTEM = ChatMessage("user", "hi"), ChatMessage("system", "be kind")
 ASSISTANT, TOOL = ChatMessage("assistant", "yes"), ChatMessage("tool", "42")
-EACH = "{% for m in messages %}<{{ m.role }}>"
-STRINGS = EACH + "{{ m.content }}{% endfor %}"
-PARTS = (
-    EACH + "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}"
-)
-EITHER = (
-    EACH + "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}"
-    "{% endfor %}{% endif %}{% endfor %}"
-)
-USERS_PARTS = (
-    EACH + "{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
-FIRST_PART = EACH + "{{ m.content[0].text }}{% endfor %}"
-FIRST_PART_OF_SYSTEM = (
-    EACH + "{% if m.role == 'system' %}{{ m.content[0]['text'] }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
 
 
 def rendered(source: str, *messages: ChatMessage) -> str:
     return ChatTemplate(source, {}).render(messages)
 
 
-@pytest.mark.parametrize("source", [STRINGS, PARTS, EITHER, USERS_PARTS, FIRST_PART, FIRST_PART_OF_SYSTEM])
-def test_every_word_is_kept_in_whatever_form_a_template_reads_it(source: str) -> None:
-    assert (
-        rendered(source, SYSTEM, USER, ASSISTANT, ChatMessage("user", "why?"))
-        == "<system>be kind<user>hi<assistant>yes<user>why?"
-    )
+def each(body: str) -> str:
+    return "{% for m in messages %}" + body + "{% endfor %}"
 
 
-def test_a_template_that_reads_both_forms_gets_strings() -> None:
-    assert ChatTemplate(EITHER, {}).parts_roles == frozenset()
-    assert ChatTemplate(PARTS, {}).parts_roles >= {"user", "system", "assistant"}
-    assert ChatTemplate(USERS_PARTS, {}).parts_roles == {"user"}
+def written(expression: str, condition: str = "true") -> str:
+    """Returns a template that writes this of each message `m` that fulfils a condition."""
+    return each("{% if " + condition + " %}[{{ " + expression + " }}]{% endif %}")
+
+
+def each_call(body: str, name: str = "c.function.name") -> str:
+    """Returns what writes the name of each of a message's calls, and then `body` with the arguments `a`."""
+    return "{% for c in m.tool_calls %}{% set a = c.function.arguments %}{{ " + name + " }}" + body + "{% endfor %}"
+
+
+def said(*words: str) -> list[ChatMessage]:
+    """Returns a conversation in which the user and the assistant take turns."""
+    return [ChatMessage("assistant" if index % 2 else "user", each) for index, each in enumerate(words)]
+
+
+def calls(*arguments: str, name: str = "f") -> ChatMessage:
+    return ChatMessage("assistant", tool_calls=[ToolCall(name, each) for each in arguments])
+
+
+def answers(*contents: str) -> list[ChatMessage]:
+    return [replace(ANSWER, content=each) for each in contents]
+
+
+STRINGS = each("<{{ m.role }}>{{ m.content }}")
+PARTS = "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
+SUM = ToolCall("add", '{"a": 1, "to": {"é": [2.50]}}', "call00001")
+CALLING = ChatMessage("assistant", tool_calls=[SUM])
+SAYING = replace(CALLING, content="let me see")
+ANSWER = ChatMessage("tool", "42", tool_call_id="call00001", name="add")
+ASKED = [USER, CALLING, ANSWER]
+CALLS = each_call("{{ a | tojson }}")
+CALLS_ALONE = each("{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}")
+CONTENT_ALONE = each("{% if m.content %}{{ m.content }}{% else %}{{ m.tool_calls | tojson }}{% endif %}")
+ONLY_OBJECTS = each("{{ m.content }}" + each_call("{{ a | tojson if a is mapping }}"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ m.content }}",
+        PARTS,
+        "{% if m.content is string %}{{ m.content }}{% else %}parts: {{ m.content[0].text }}{% endif %}",
+        "{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}{% else %}{{ m.content }}{% endif %}",
+        "{{ m.content[0].text }}",
+        "{% if m.role == 'system' %}{{ m.content[0]['text'] }}{% else %}{{ m.content }}{% endif %}",
+    ],
+    ids=["strings", "parts", "strings if it reads both", "a user's parts", "the first part", "a system's first part"],
+)
+def test_every_word_is_kept_in_whatever_form_a_template_reads_it(content: str) -> None:
+    text = rendered(each("<{{ m.role }}>" + content), SYSTEM, *said("hi", "yes", "why?"))
+    assert text == "<system>be kind<user>hi<assistant>yes<user>why?"
 
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "a fixed text",
-        "{% for m in messages %}<{{ m.role }}>{% endfor %}",
-        "{% for m in messages %}{{ m.text }}{% endfor %}",
-        "{% for m in messages %}{{ m.content | length }}{% endfor %}",
-        "{% for m in messages %}{{ m.content[:3] }}{% endfor %}",
-        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
-    ],
-    ids=["fixed", "roles", "another field", "length", "sliced", "upper"],
+    ["a fixed text", *map(written, ["m.role", "m.text", "m.content | length", "m.content[:3]", "m.content | upper"])],
 )
 def test_a_template_that_drops_what_a_user_says_is_refused_at_once(source: str) -> None:
     with pytest.raises(ChatRefused, match="leaves out what a user says"):
         ChatTemplate(source, {})
 
 
-@pytest.mark.parametrize(
-    ("source", "messages", "dropped"),
-    [
-        ("{{ messages[-1].content }}", [USER, ASSISTANT, ChatMessage("user", "why?")], "messages[0]"),
-        ("{{ messages[-1].content }}", [SYSTEM, USER], "messages[0]"),
-        ("{{ messages[0].content }}", [USER, ASSISTANT, ChatMessage("user", "why?")], "messages[1]"),
-        ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", [SYSTEM, USER], "messages[0]"),
-        (
-            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-            [USER, ASSISTANT, USER],
-            "messages[1]",
+NO_SHORT_ANSWERS = each("{{ m.content if m.role != 'tool' or m.content != 'ok' }}" + CALLS)
+LONG = 'what is 2 < 3,\n\tand "why"?   \n' * 300 + "tell me"
+CODE = "def f():\n    return 1"
+FIRST_CALL = "messages[1].tool_calls[0]"
+MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
+    "all but the last": ("{{ messages[-1].content }}", said("hi", "yes", "why?"), 0),
+    "all but the first": ("{{ messages[0].content }}", said("hi", "yes", "why?"), 1),
+    "all but two": ("{% for m in messages[-2:] %}{{ m.content }}{% endfor %}", said("hi", "yes", "hi"), 0),
+    **{
+        f"a short word of the {role}": (
+            "You are a helpful one." + written("m.content", f"m.role != '{role}'"),
+            [USER, ChatMessage(role, "help"), ChatMessage("user", "helps you")],
+            1,
+        )
+        for role in ("system", "developer", "assistant", "tool")
+    },
+    "a tool's, by another field": (written("m.tool ~ m.content", "m.role != 'tool'"), [TOOL, USER], 0),
+    "each that was said before": (
+        "{% for c in messages | map(attribute='content') | unique %}[{{ c }}]{% endfor %}",
+        said("no", "so?", "no"),
+        2,
+    ),
+    **{
+        f"the order of {field}s": (
+            written("m.content").replace(" %}", f" | sort(attribute='{field}') %}}", 1),
+            messages,
+            at,
+        )
+        for field, messages, at in [("role", said("no", "so?", "no"), 1), ("content", said("", "one", "", "more"), 3)]
+    },
+    "a certain word": (written("m.content", "loop.last or m.content != 'no'"), said("no", "so?", "no"), 1),
+    "all but the last, if long": (
+        "{% if messages | tojson | length > 200 %}{{ messages[-1].content }}{% else %}{{ messages }}{% endif %}",
+        said("no", "so?", "no", "well " * 40, "no"),
+        1,
+    ),
+    "an answer in its question": (written("m.content", "m.content != 'yes'"), said("yes or no?", "yes"), 1),
+    "a user's word in an answer": (written("m.content", "m.content != 'no'"), said("hi", "well, no", "no"), 2),
+    "a user's word in a tool's": (
+        each("{{ m.content if m.role == 'tool' or m.content != 'no' }}" + CALLS),
+        [*ASKED[:2], *answers("no"), ChatMessage("user", "no")],
+        3,
+    ),
+    "a call in the words before": (
+        each(
+            "{{ m.content }}{% if not m.tool_calls or m.tool_calls[0].function.name != 'add' %}" + CALLS + "{% endif %}"
         ),
-        (
-            "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
-            [USER, ASSISTANT, TOOL],
-            "messages[2]",
+        [ChatMessage("user", "add a 1 to é 2.5"), CALLING],
+        FIRST_CALL,
+    ),
+    **{
+        f"m.content{change}": (written("m.content" + change), [SYSTEM, *said("hi", "yes", words)], 3)
+        for change, words in [
+            ("[:8000]", LONG),
+            ("[-8000:]", LONG),
+            (" | truncate(500)", LONG),
+            ("[:100]", LONG),
+            (".split('\n')[0]", LONG),
+            (".split() | join(' ')", CODE),
+            (" | wordwrap(40)", LONG),
+            (".replace('\n', '')", CODE),
+            (" | replace('\n', ' ')", CODE),
+            (" | replace('\n    ', '\n')", CODE),
+            (" | indent", LONG),
+            (" | striptags", LONG),
+            (" | escape", LONG),
+            (" | lower", "Who is May?"),
+            (" | replace('not', '')", "do not stop"),
+            (" | replace('/think', '')", "look into /thinking/me"),
+            (".split('</think>')[-1]", "what is </think> for?"),
+            (r".replace('\\n', '\n')", r"show \nabla f in C:\new"),
+            (r".replace('\\t', '\t')", r"C:\temp"),
+            (r".replace('\\\\', '\\')", r"a \\ b, \\\\server\share"),
+            (r".replace('\\\'', '\'')", r"say \'no\' to me"),
+            (r".replace('\\u00e9', 'é')", r"what is \u00e9?"),
+        ]
+    },
+    "an end after thoughts": (
+        written("m.content.split('</think>')[-1][:100]"),
+        said("hi", f"hm</think>{LONG}", "hi"),
+        1,
+    ),
+    "an end of arguments": (
+        each("{{ m.content }}" + each_call("{{ (a | tojson)[:100] }}")),
+        [USER, calls(json.dumps({"terms": [{"value": number} for number in range(100)]}))],
+        FIRST_CALL,
+    ),
+    "an end of a name": (
+        each("{{ m.content }}" + each_call("{{ a | tojson }}", name="c.function.name[:5]")),
+        [USER, calls("{}", name="calculate")],
+        FIRST_CALL,
+    ),
+    "arguments that are no object": (ONLY_OBJECTS, [USER, calls("[1]")], FIRST_CALL),
+    "a value that equals another": (
+        each("{{ m.content }}" + each_call(":{{ a | join }}{{ a.values() | unique | join }}")),
+        [USER, calls('{"k": "12", "l": "12"}')],
+        FIRST_CALL,
+    ),
+    **{
+        f"the number {dropped} beside {kept}": (
+            each(
+                "{{ m.content }}"
+                + each_call("{% for k in a %}{{ k }}={{ a[k] if loop.first or a[k] is string }};{% endfor %}")
+            ),
+            [USER, calls(json.dumps({"limit": kept, "offset": dropped}))],
+            FIRST_CALL,
+        )
+        for kept, dropped in [(10, 0), (0.5, 5), (10.25, 0.25), (-5, 5), (1e22, 22), (205, 5)]
+    },
+    "a call that equals another": (
+        CALLS_ALONE.replace("m.tool_calls | tojson", "m.tool_calls | map('tojson') | unique | join"),
+        [USER, replace(CALLING, tool_calls=[SUM, SUM])],
+        "messages[1].tool_calls[1]",
+    ),
+    "an answer that equals another": (
+        each("{% if loop.first or m.content != loop.previtem.content %}{{ m.content }}" + CALLS + "{% endif %}"),
+        [USER, SAYING, ANSWER, ANSWER, USER],
+        3,
+    ),
+    "an answer in its call": (NO_SHORT_ANSWERS, [USER, calls('{"a": "token"}'), *answers("ok")], 2),
+    "an answer in one of its calls": (
+        NO_SHORT_ANSWERS,
+        [USER, replace(CALLING, tool_calls=[ToolCall("f", '{"a": "token"}'), SUM]), *answers("ok", "42")],
+        2,
+    ),
+    "the order of answers": (
+        each(
+            "{{ m.content if m.role != 'tool' }}" + CALLS + "{% if m.tool_calls %}{% for t in messages | "
+            "sort(attribute='content') if t.role == 'tool' %}[{{ t.content }}]{% endfor %}{% endif %}"
         ),
-        ("{% for m in messages[-2:] %}{{ m.content }}{% endfor %}", [USER, ASSISTANT, USER], "messages[0]"),
-        (
-            "{% for m in messages if m.role != 'tool' %}{{ m.tool }}{{ m.content }}{% endfor %}",
-            [TOOL, USER],
-            "messages[0]",
-        ),
-    ],
-)
-def test_a_conversation_of_which_a_message_would_be_dropped_is_refused_by_its_place(
-    source: str, messages: Sequence[ChatMessage], dropped: str
+        [USER, calls("{}", "{}"), *answers("sun", "rain")],
+        3,
+    ),
+    "an end of words beside calls": (
+        each("{{ m.content[:8] if m.tool_calls else m.content }}{{ m.tool_calls | default([]) | tojson }}"),
+        [USER, SAYING],
+        1,
+    ),
+    "words without a call": (
+        CALLS_ALONE.replace("m.content", "m.content if m.content != 'well' else ''"),
+        [USER, SAYING, ANSWER, ChatMessage("assistant", "well"), USER],
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "messages", "at"), MISSED.values(), ids=MISSED)
+def test_what_a_template_leaves_out_or_changes_is_refused_by_its_place(
+    source: str, messages: Sequence[ChatMessage], at: int | str
 ) -> None:
+    place = f"messages[{at}]" if isinstance(at, int) else at
     template = ChatTemplate(source, {})
     assert "hi" in template.render([USER])
     with pytest.raises(ChatRefused) as refusal:
         template.render(messages)
-    assert str(refusal.value).startswith(f"{dropped}: the model's chat template leaves out")
+    assert refusal.value.field == f"chat.{place}"
+    assert str(refusal.value).startswith(f"{place}: the model's chat template leaves out or changes some of ")
 
 
-def test_what_says_nothing_may_be_left_out() -> None:
-    source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    assert rendered(source, ChatMessage("system", " "), USER, ChatMessage("assistant", ""), USER) == "hihi"
-
-
-LONG = ChatMessage("user", 'what is 2 < 3,\n\tand "why"?   \n' * 300 + "tell me")
-CODE = ChatMessage("user", "def f():\n    return 1")
-
-
-@pytest.mark.parametrize(
-    ("change", "user"),
-    [
-        ("[:8000]", LONG),
-        ("[-8000:]", LONG),
-        (" | truncate(500)", LONG),
-        ("[:100]", LONG),
-        (".split('\n')[0]", LONG),
-        (".split() | join(' ')", LONG),
-        (" | wordwrap(40)", LONG),
-        (".split() | join(' ')", CODE),
-        (".replace('\n', '')", CODE),
-        (" | replace('\n', ' ')", CODE),
-        (" | replace('\n    ', '\n')", CODE),
-        (" | indent", LONG),
-        (" | striptags", LONG),
-        (" | escape", LONG),
-        (" | lower", ChatMessage("user", "Who is May?")),
-        (" | replace('not', '')", ChatMessage("user", "do not stop")),
-        (" | replace('/think', '')", ChatMessage("user", "look into /thinking/me")),
-        (".split('</think>')[-1]", ChatMessage("user", "what is </think> for?")),
-    ],
+QUOTED = ChatMessage("user", ' \n¿\tQué es \\n?  "it\'s"\r\n')
+LINES = ChatMessage("user", "def f():\r\n    return 1\n\n\n    # no\r\rf()\n")
+LINE_ENDS = ".replace('\r\n', '\n')"
+ARGUMENTS = json.dumps({"Zone": "z", "area": {"units": "C", "unitSystem": ["x", "z"]}, "Beta": 2})
+QUOTED_ARGUMENTS = json.dumps({"b": 'it\'s \n "é"', "a": {"d": [-2.5, True, None], "c": 1e22}})
+SWITCHED = [ChatMessage("system", "be kind {}\nand short"), ChatMessage("user", "hi {}")]
+CONTENT_LAST = each(
+    "{% if m.role != 'tool' %}{% set here = loop.index0 %}" + CALLS + "{% for t in messages[here + 1:] %}"
+    "{% if t.role != 'tool' %}{% break %}{% endif %}{{ t.content }}{% endfor %}{{ m.content }}{% endif %}"
 )
-def test_a_template_that_cuts_or_changes_words_is_refused_by_the_message(change: str, user: ChatMessage) -> None:
-    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content" + change + " }}{% endfor %}", {})
-    assert template.render([SYSTEM, USER]) == "<system>be kind<user>hi"
-    with pytest.raises(ChatRefused) as refusal:
-        template.render([SYSTEM, USER, ASSISTANT, user])
-    expected = "messages[3]: the model's chat template leaves out or changes some of what the user says here"
-    assert (str(refusal.value), refusal.value.field) == (expected, "chat.messages[3]")
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for c in messages | map(attribute='content') | unique %}[{{ c }}]{% endfor %}",
-        "{% for m in messages | sort(attribute='role') %}[{{ m.content }}]{% endfor %}",
-        "{% for m in messages %}{% if loop.last or m.content != 'no' %}[{{ m.content }}]{% endif %}{% endfor %}",
-        "{% if messages | tojson | length > 200 %}{{ messages[-1].content }}{% else %}{{ messages }}{% endif %}",
-    ],
-    ids=["each once", "sorted", "a word", "long ones"],
+ANSWERS_LAST = each(
+    "{% if m.role != 'tool' %}{{ m.content }}" + CALLS + "{% if loop.last or loop.nextitem.role == 'user' %}"
+    "{% for t in messages if t.role == 'tool' %}{{ t.content }}{% endfor %}{% endif %}{% endif %}"
 )
-def test_messages_that_are_dropped_or_moved_for_what_they_say_are_missed(source: str) -> None:
-    no = ChatMessage("user", "no")
-    with pytest.raises(ChatRefused, match=r"^messages\[\d\]: .* leaves out or changes some of what the "):
-        rendered(source, no, ChatMessage("assistant", "so?"), no, ChatMessage("assistant", "well " * 40), no)
 
 
-def test_an_answer_is_not_found_in_the_words_that_it_answers() -> None:
-    source = "{% for m in messages if m.role == 'user' or m.content != 'yes' %}[{{ m.content }}]{% endfor %}"
-    with pytest.raises(ChatRefused, match=r"^messages\[1\]: .* leaves out or changes some of what the assistant says"):
-        rendered(source, ChatMessage("user", "yes or no?"), ASSISTANT)
+def steps(number_of: int, words: str, answer: str) -> list[ChatMessage]:
+    """Returns a turn in which the assistant calls and is answered many times."""
+    calling = [replace(SAYING, content=f"{words}{number}" if words else "") for number in range(number_of)]
+    answered = answers(*(f"{number}: {answer}" for number in range(number_of)))
+    return [message for step in zip(calling, answered, strict=True) for message in step]
 
 
-def test_each_order_of_roles_is_tried_once() -> None:
+KEPT: dict[str, tuple[str, Sequence[ChatMessage]]] = {
+    "nothing": (written("m.content", "m.role != 'system'"), [ChatMessage("system", " "), USER, *said("hi", "", "hi")]),
+    "twice": (each("{{ m.content }}{{ m.content }}"), [USER]),
+    **{
+        f"quoted: {change}": (written("m.content | " + change), [SYSTEM, QUOTED, ASSISTANT, QUOTED])
+        for change in ("trim", "tojson", "tojson(ensure_ascii=True)", "string", "pprint")
+    },
+    **{
+        f"lines: {change}": (written("m.content" + LINE_ENDS + change), [SYSTEM, LINES, ASSISTANT, LINES])
+        for change in (
+            ".replace('\n\n', '\n')",
+            ".replace('\r', '\n')",
+            ".replace('\n', '\r\n')",
+            ".replace('\n\n', '\n') | tojson",
+        )
+    },
+    **{
+        f"{name} {switch}": (source, [replace(each, content=each.content.format(switch)) for each in SWITCHED])
+        for switch in ("/think", "/no_think", "/nothink", "/system_override")
+        for name, source in [("no", written(f"m.content | replace('{switch}', '') | trim")), ("the", STRINGS)]
+    },
+    **{
+        f"arguments: {how}": (
+            each("{{ m.content }};" + each_call("{{ a | " + how + " }}")),
+            [USER, calls(QUOTED_ARGUMENTS), calls(QUOTED_ARGUMENTS), *said("hi", "a b c d", "hi")],
+        )
+        for how in ("tojson(sort_keys=True)", "string")
+    },
+    "arguments in any order": (
+        each(
+            "{{ m.content }}"
+            + each_call("{% for k, v in a | dictsort %}{{ k }}:{{ v | dictsort if v is mapping else v }},{% endfor %}")
+        ),
+        2 * [USER, calls(ARGUMENTS, ARGUMENTS), TOOL, ChatMessage("assistant", "z: 2 units, x C")],
+    ),
+    **{
+        name: (source, [USER, SAYING, ANSWER, ChatMessage("assistant", "so 42"), ChatMessage("user", "let me see")])
+        for name, source in {"words last": CONTENT_LAST, "answers last": ANSWERS_LAST}.items()
+    },
+    "the words of many steps last": (CONTENT_LAST, [USER, *steps(300, "step ", "it is so " * 1000), USER]),
+    "a system's words in a later turn": (
+        written("(messages[0].content ~ '\n' if loop.last else '') ~ m.content", "m.role != 'system'"),
+        [SYSTEM, *said("hi", "yes", "why?")],
+    ),
+    "all systems' words first": (
+        written("m.content", "m.role == 'system'") + written("m.content", "m.role != 'system'"),
+        [SYSTEM, USER, ASSISTANT, SYSTEM, USER],
+    ),
+    "no markers": (
+        each("{{ raise_exception('unkind') if m.role == 'system' and 'kind' not in m.content }}[{{ m.content }}]"),
+        [SYSTEM, USER],
+    ),
+    "no null": (
+        each("{{ m.content }}" + each_call("{% for k in a if a[k] is not none %}{{ k }}={{ a[k] }},{% endfor %}")),
+        [USER, calls('{"limit": -10, "after": null}')],
+    ),
+    **{
+        f"no thoughts: {words!r}": (written("m.content" + change), said("hi", words, "hi"))
+        for change, words in [
+            (".split('</think>')[-1]", "hm</think>yes"),
+            (".split('</think>')[-1].strip()", "<think>\nhm\n</think>\n\nyes"),
+            (".split('</think>')[-1]", "<think>hm</think>yes"),
+            (".split('[/THINK]')[-1]", "[THINK]hm[/THINK]yes"),
+            (".split('</seed:think>')[-1]", "<seed:think>hm</seed:think>yes"),
+            (".split('<answer>')[-1].split('</answer>')[0]", "<think>hm</think>\n<answer>\nyes\n</answer>"),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize(("source", "messages"), KEPT.values(), ids=KEPT)
+def test_what_templates_do_to_words_that_they_keep_is_served(source: str, messages: Sequence[ChatMessage]) -> None:
+    rendered(source, *messages)
+
+
+WRITINGS = [
+    ChatTemplate(each("{{ " + content + " }}"), {})
+    for content in ("m.content", "m.content | tojson", "m.content | tojson(ensure_ascii=True)", "[m.content]")
+]
+
+
+@pytest.mark.parametrize("template", WRITINGS, ids=["plain", "JSON", "JSON in ASCII", "Python"])
+@given(words=text(alphabet="\\\\\\nrtbfuxU01ed8\n\r\t\x0c\x1b'\" /é\xa0\u2028😀a"))
+def test_whatever_is_said_is_found_however_it_is_quoted(template: ChatTemplate, words: str) -> None:
+    template.render([USER, ChatMessage("user", words), ASSISTANT])
+
+
+def test_each_order_of_roles_is_tried_once_whatever_is_said_and_whichever_the_tools() -> None:
     bos = CountedToken()
-    template = ChatTemplate("{{ bos_token }}" + STRINGS, {"bos_token": bos})
+    template = ChatTemplate("{{ bos_token }}{{ tools | tojson }}" + STRINGS, {"bos_token": bos})
     num_at_start = bos.num_rendered
     for word in ("ok", "yes", "go on", "tell me more of it") * 5:
-        template.render([USER, ChatMessage("assistant", word), ChatMessage("user", word[::-1])])
+        template.render(said("hi", word, word[::-1]), TemplateOptions((Tool(word),)))
     assert bos.num_rendered - num_at_start == 20 + 1
 
 
@@ -189,132 +379,16 @@ class CountedToken:
         return "<s>"
 
 
-@pytest.mark.parametrize("word", ["hi", "hi there you"])
-def test_a_template_may_write_a_content_twice(word: str) -> None:
-    said = ChatMessage("user", word)
-    assert rendered("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", said) == word + word
-
-
-@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
-def test_a_short_content_that_is_dropped_for_its_role_is_missed(role: str) -> None:
-    source = "You are a helpful one.{% for m in messages if m.role != '" + role + "' or m.content | length > 3 %}"
-    template = ChatTemplate(source + "[{{ m.content }}]{% endfor %}", {})
-    hello, what = ChatMessage("user", "hello"), ChatMessage("assistant", "what?")
-    said = [hello, what, replace(TOOL, role=role, content="help"), hello]
-    template.render(said)
-    said[2] = replace(said[2], content="hel")
-    with pytest.raises(ChatRefused, match=rf"^messages\[2\]: .* leaves out what the {role} says here"):
-        template.render(said)
-
-
-@pytest.mark.parametrize("word", ["help", "a", "sis"])
-@pytest.mark.parametrize("written", ["m.content", "m.content | tojson(ensure_ascii=True)", "[m.content]"])
-def test_a_short_word_that_is_dropped_is_not_found_in_the_template_s_own(word: str, written: str) -> None:
-    source = "You are a helpful assistant.{% for m in messages if m.content | trim | length > 4 %}"
-    template = ChatTemplate(source + "[{{ " + written + " }}]{% endfor %}", {})
-    said = [ChatMessage("user", "hello"), ChatMessage("assistant", "what?"), ChatMessage("user", f" {word}\n")]
-    template.render(said[:2])
-    with pytest.raises(ChatRefused, match=r"^messages\[2\]: .* leaves out what the user says here"):
-        template.render(said)
-
-
-@pytest.mark.parametrize(
-    "change", ["trim", "tojson", "tojson(ensure_ascii=True)", "escape", "string", "pprint"], ids=lambda change: change
-)
-def test_a_template_may_trim_or_quote_what_it_keeps(change: str) -> None:
-    said = ChatMessage("user", ' \n¿\tQué es \\n?  "it\'s"\r\n' if change != "escape" else "hi")
-    source = "{% for m in messages %}{{ m.content | " + change + " }}{% endfor %}"
-    rendered(source, SYSTEM, said, ASSISTANT, said)
-
-
-LINES = ChatMessage("user", "def f():\r\n    return 1\n\n\n    # no\r\rf()\n")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ".replace('\r\n', '\n').replace('\n\n', '\n')",
-        ".replace('\r\n', '\n').replace('\r', '\n')",
-        ".replace('\r\n', '\n').replace('\n', '\r\n')",
-        ".replace('\r\n', '\n').replace('\n\n', '\n') | tojson",
-    ],
-)
-def test_a_template_may_change_line_ends_and_leave_out_blank_lines(change: str) -> None:
-    rendered("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}", SYSTEM, LINES, ASSISTANT, LINES)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (r".replace('\\n', '\n')", r"show \nabla f in C:\new"),
-        (r".replace('\\t', '\t')", r"C:\temp"),
-        (r".replace('\\\\', '\\')", r"a \\ b, \\\\server\share"),
-        (r".replace('\\\'', '\'')", r"say \'no\' to me"),
-        (r".replace('\\r\\n', '\\n')", r"lines end with \r\n here"),
-        (r".replace('\\u00e9', 'é')", r"what is \u00e9?"),
-    ],
-    ids=["line end", "tab", "backslashes", "quote", "line ends", "letter"],
-)
-def test_backslashes_that_somebody_wrote_are_not_taken_for_a_template_s(change: str, said: str) -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}", {})
-    with pytest.raises(ChatRefused, match=r"^messages\[0\]: .* leaves out or changes some of what the user says"):
-        template.render([ChatMessage("user", said), ASSISTANT, USER])
-    template.render([ChatMessage("user", said.replace("\\", "/")), ASSISTANT, USER])
-
-
-WRITINGS = [
-    ChatTemplate("{% for m in messages %}{{ " + written + " }}{% endfor %}", {})
-    for written in ("m.content", "m.content | tojson", "m.content | tojson(ensure_ascii=True)", "[m.content]")
-]
-
-
-@pytest.mark.parametrize("template", WRITINGS, ids=["plain", "JSON", "JSON in ASCII", "Python"])
-@given(said=text(alphabet="\\\\\\nrtbfuxU01ed8\n\r\t\x0c\x1b'\" /é\xa0\u2028😀a"))
-def test_whatever_is_said_is_found_however_it_is_quoted(template: ChatTemplate, said: str) -> None:
-    template.render([USER, ChatMessage("user", said), ASSISTANT])
-
-
-def test_a_system_s_words_may_be_moved_to_a_user_s_turn() -> None:
-    source = (
-        "{% for m in messages if m.role != 'system' %}[{% if loop.last %}{{ messages[0].content }}\n{% endif %}"
-        "{{ m.content }}]{% endfor %}"
-    )
-    assert rendered(source, SYSTEM, USER, ASSISTANT, ChatMessage("user", "why?")) == "[hi][yes][be kind\nwhy?]"
-
-
-@pytest.mark.parametrize("switch", ["/think", "/no_think", "/nothink", "/system_override"])
-def test_what_some_templates_take_for_a_switch_may_be_left_out(switch: str) -> None:
-    source = "{% for m in messages %}{{ m.content | replace('" + switch + "', '') | trim }}{% endfor %}"
-    said = ChatMessage("system", f"be kind {switch}\nand short"), ChatMessage("user", f"hi {switch}")
-    assert rendered(source, *said) == "be kind \nand shorthi"
-    assert rendered(STRINGS, *said) == f"<system>be kind {switch}\nand short<user>hi {switch}"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (".split('</think>')[-1]", "hm</think>yes"),
-        (".split('</think>')[-1].strip()", "<think>\nhm\n</think>\n\nyes"),
-        (".split('</think>')[-1]", "<think>hm</think>yes"),
-        (".split('[/THINK]')[-1]", "[THINK]hm[/THINK]yes"),
-        (".split('</seed:think>')[-1]", "<seed:think>hm</seed:think>yes"),
-        (".split('<answer>')[-1].split('</answer>')[0].strip()", "<think>hm</think>\n<answer>\nyes\n</answer>"),
-    ],
-)
-def test_what_a_model_thought_may_be_cut_from_what_it_said(change: str, said: str) -> None:
-    source = "{% for m in messages %}{{ m.content" + change + " }}{% endfor %}"
-    assert rendered(source, USER, ChatMessage("assistant", said), USER) == "hiyeshi"
-
-
-def test_what_a_model_said_after_its_thoughts_is_not_cut() -> None:
-    source = "{% for m in messages %}{{ m.content.split('</think>')[-1][:100] }}{% endfor %}"
-    with pytest.raises(ChatRefused, match=r"^messages\[1\]: .* some of what the assistant says"):
-        rendered(source, USER, ChatMessage("assistant", f"hm</think>{LONG.content}"), USER)
-
-
 def test_very_many_ends_of_thoughts_take_no_square_of_time() -> None:
-    said = [USER, ChatMessage("assistant", "</think>" * 600_000 + "yes")]
-    assert rendered(STRINGS, *said).endswith(">yes")
+    assert rendered(STRINGS, *said("hi", "</think>" * 600_000 + "yes")).endswith(">yes")
+
+
+def test_very_many_arguments_are_found_in_their_order_only() -> None:
+    numbers = {f"the name of argument {number}": number for number in range(10_000)}
+    called = [USER, calls(json.dumps(numbers))]
+    rendered(each("{{ m.content }}" + CALLS), *called)
+    with pytest.raises(ChatRefused, match="some of the call"):
+        rendered(each("{{ m.content }}" + each_call("{{ a | dictsort | reverse | list }}")), *called)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +407,10 @@ def test_very_many_ends_of_thoughts_take_no_square_of_time() -> None:
         ("{% for m in messages", "is none: TemplateSyntaxError"),
         ("{% no_such_tag %}", "is none: TemplateSyntaxError"),
         ("{{ messages | no_such_filter }}", "is none: TemplateAssertionError"),
+        (  # it is asked about strings first
+            "{{ raise_exception('too few roles' if messages[-1].content is string else 'no parts') }}",
+            "refuses it: too few roles",
+        ),
     ],
 )
 def test_whatever_a_template_raises_refuses_the_conversation(source: str, reason: str) -> None:
@@ -340,15 +418,9 @@ def test_whatever_a_template_raises_refuses_the_conversation(source: str, reason
         rendered(source, USER)
 
 
-def test_the_reason_is_what_the_template_says_to_strings() -> None:
-    source = "{{ raise_exception('too few roles' if messages[-1].content is string else 'no parts') }}"
-    with pytest.raises(ChatRefused, match="refuses it: too few roles"):
-        ChatTemplate(source, {})
-
-
 def test_a_template_may_want_a_system_message_first() -> None:
-    source = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS
-    template = ChatTemplate(source, {})
+    wanting = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = ChatTemplate(wanting + each("<{{ m.role }}>" + PARTS), {})
     assert template.render([SYSTEM, USER]) == "<system>be kind<user>hi"
     with pytest.raises(ChatRefused, match="no system"):
         template.render([USER])
@@ -361,72 +433,59 @@ def test_rendering_ends_where_the_text_is_too_long() -> None:
         template.render([USER], max_chars=7)
 
 
-LOOP, END = "{% for m in messages %}", "{% endfor %}"
+CHATML = (
+    "{%- for m in messages %}\n  {%- if m.role == 'tool' %}{{- '<tool_response>' + m.content + '</tool_response>' }}\n"
+    "  {%- else %}{{- '<' + m.role + '>' }}{%- if m.content %}{{- m.content }}{%- endif %}\n"
+    "    {%- for call in m.tool_calls %}{%- if call.function is defined %}{%- set call = call.function %}{%- endif %}\n"
+    """      {{- '<tool_call>{"name": "' + call.name + '", "arguments": ' }}{{- call.arguments | tojson }}\n"""
+    "      {{- '}</tool_call>' }}{%- endfor %}\n  {%- endif %}\n{%- endfor %}"
+)
+FUNCTION = {"name": "add", "arguments": {"a": 1, "to": {"é": [2.5]}}}
+SAID: list[dict[str, Any]] = [{"role": each.role, "content": each.content} for each in (USER, ASSISTANT)]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "tool_calls": [{"type": "function", "function": FUNCTION}]},
+    {"role": "tool", "name": "add", "content": "42"},
+]
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "as_read", "messages"),
     [
-        STRINGS,
-        "{{ bos_token }}" + LOOP + "\n  {% if m.role == 'tool' %}{% continue %}{% endif %}\n[{{ m.content }}]\n" + END,
-        "{% set ns = namespace(n=0) %}" + LOOP + "{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ m.content }}" + END,
-        "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'a': '<é>'} | tojson }}",
-        LOOP + "{% generation %}{{ m.content }}{% set inside = 1 %}{% endgeneration %}{{ inside }}" + END,
-        "{{ messages }}{{ strftime_now('%%') }}{{ dict(a=1) }}{{ dict.fromkeys(['b'], 2) }}",
-        "{{ messages }}{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}{{ unk_token is defined }}",
-        "{%- for m in messages -%}\n   {{- m['role'] + ': ' + m['content'] | trim -}}\n{%- endfor -%}",
+        *(
+            (source, SAID, [USER, ASSISTANT])
+            for source in [
+                STRINGS,
+                "{{ bos_token }}" + each("\n  {% if m.role == 'tool' %}{% continue %}{% endif %}\n[{{ m.content }}]\n"),
+                "{% set ns = namespace(n=0) %}" + each("{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ m.content }}"),
+                "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'a': '<é>'} | tojson }}",
+                each("{% generation %}{{ m.content }}{% set inside = 1 %}{% endgeneration %}{{ inside }}"),
+                "{{ messages }}{{ strftime_now('%%') }}{{ dict(a=1) }}{{ dict.fromkeys(['b'], 2) }}",
+                "{{ messages }}{{ [tools is none, documents is none, add_generation_prompt, unk_token is defined] }}",
+                "{%- for m in messages -%}\n   {{- m['role'] + ': ' + m['content'] | trim -}}\n{%- endfor -%}",
+            ]
+        ),
+        (CHATML, CALLED, ASKED),
     ],
 )
-def test_the_text_is_the_one_that_transformers_renders(source: str) -> None:
+def test_the_text_is_the_one_that_transformers_renders(
+    source: str, as_read: list[dict[str, Any]], messages: Sequence[ChatMessage]
+) -> None:
     special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    messages = [{"role": each.role, "content": each.content} for each in (USER, ASSISTANT)]
     (expected,), _ = render_jinja_template(
-        [messages], chat_template=source, add_generation_prompt=True, **special_tokens
+        [as_read], chat_template=source, add_generation_prompt=True, **special_tokens
     )
-    assert ChatTemplate(source, special_tokens).render([USER, ASSISTANT]) == expected
+    assert ChatTemplate(source, special_tokens).render(messages) == expected
 
 
-SUM = ToolCall("add", '{"a": 1, "to": {"é": [2.50]}}', "call00001")
-CALLING = ChatMessage("assistant", tool_calls=[SUM])
-ANSWER = ChatMessage("tool", "42", tool_call_id="call00001", name="add")
-ASKED = [USER, CALLING, ANSWER]
-CHATML = """{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- '<tool_response>' + message.content + '</tool_response>' }}
-    {%- else %}
-        {{- '<' + message.role + '>' }}
-        {%- if message.content %}{{- message.content }}{%- endif %}
-        {%- for tool_call in message.tool_calls %}
-            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
-            {{- '<tool_call>{"name": "' + tool_call.name + '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}
-            {{- '}</tool_call>' }}
-        {%- endfor %}
-    {%- endif %}
-{%- endfor %}"""
-NULLS = """{%- for message in messages %}
-    {%- if message['role'] == 'assistant' and message['content'] is none %}
-        {%- for tool in message['tool_calls'] %}
-            {{- tool['type'] + ' ' + tool['function']['name'] + ' ' + tool['function']['arguments'] }}
-        {%- endfor %}
-    {%- else %}
-        {{- '<' + message['role'] + '>' + message['content'] }}
-    {%- endif %}
-{%- endfor %}"""
-IDS = """{%- for message in messages %}
-    {%- if message['tool_calls'] is defined and message['tool_calls'] is not none %}
-        {%- for tool_call in message['tool_calls'] %}
-            {%- if tool_call.id is not defined or tool_call.id | length != 9 %}
-                {{- raise_exception('ids have nine characters') }}
-            {%- endif %}
-            {{- tool_call | tojson }}
-        {%- endfor %}
-    {%- else %}
-        {{- message['content'] + (message.name or '') + (message.tool_call_id or '') }}
-    {%- endif %}
-{%- endfor %}"""
-PRINTED = (
-    LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}" + END
+NULLS = each(
+    "{% if m.role == 'assistant' and m.content is none %}{% for call in m.tool_calls %}"
+    "{{ call.type + ' ' + call.function.name + ' ' + call.function.arguments }}{% endfor %}"
+    "{% else %}{{ '<' + m.role + '>' + m.content }}{% endif %}"
+)
+IDS = each(
+    "{% for call in m.tool_calls %}{% if call.id | default('') | length != 9 %}{{ raise_exception('nine characters') }}"
+    "{% endif %}{{ call | tojson }}{% else %}{{ m.content + (m.name or '') + (m.tool_call_id or '') }}{% endfor %}"
 )
 
 
@@ -444,23 +503,17 @@ PRINTED = (
             'hi{"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '
             '{"a": 1, "to": {"é": [2.5]}}}}42addcall00001',
         ),
-        (PRINTED, """hiadd{"a": 1, "to": {"é": [2.50]}}42"""),
+        (each("{{ m.content }}" + each_call("{{ a }}")), """hiadd{"a": 1, "to": {"é": [2.50]}}42"""),
+        (
+            each("{{ m.content }}" + each_call("{{ a.a }}")),
+            'hi<tool_call>\n{"name": "add", "arguments": {"a": 1, "to": {"é": [2.50]}}}\n</tool_call>'
+            "<tool_response>\n42\n</tool_response>",
+        ),
     ],
-    ids=["object", "text, content null", "ids", "text"],
+    ids=["object", "text, content null", "ids", "text", "in no form"],
 )
 def test_a_call_of_a_tool_is_kept_in_whatever_form_a_template_reads_it(source: str, text: str) -> None:
     assert rendered(source, *ASKED) == text
-
-
-def test_calls_of_tools_are_rendered_as_transformers_does() -> None:
-    function = {"name": "add", "arguments": {"a": 1, "to": {"é": [2.5]}}}
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "name": "add", "content": "42"},
-    ]
-    (expected,), _ = render_jinja_template([messages], chat_template=CHATML, add_generation_prompt=True)
-    assert rendered(CHATML, *ASKED) == expected
 
 
 @pytest.mark.parametrize(
@@ -478,164 +531,27 @@ def test_calls_of_tools_are_rendered_as_transformers_does() -> None:
     ids=["object", "none", "list", "cut", "twice", "infinite", "NaN", "deep"],
 )
 def test_arguments_that_an_object_would_not_keep_stay_text(arguments: str, read: str) -> None:
-    text = rendered(CHATML, USER, ChatMessage("assistant", tool_calls=[ToolCall("f", arguments)]))
-    assert text == '<user>hi<assistant><tool_call>{"name": "f", "arguments": ' + read + "}</tool_call>"
+    assert rendered(CHATML, USER, calls(arguments)) == (
+        '<user>hi<assistant><tool_call>{"name": "f", "arguments": ' + read + "}</tool_call>"
+    )
 
 
-@pytest.mark.parametrize("written", ["arguments | tojson(sort_keys=True)", "arguments | string"])
-def test_arguments_may_be_sorted_or_quoted(written: str) -> None:
-    arguments = json.dumps({"b": 'it\'s \n "é"', "a": {"d": [-2.5, True, None], "c": 1e22}})
-    called = ChatMessage("assistant", tool_calls=[ToolCall("f", arguments)])
-    source = LOOP + "{{ m.content }};{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function." + written
-    rendered(source + " }}{% endfor %}" + END, USER, called, called, USER, ChatMessage("assistant", "a b c d"), USER)
-
-
-ARGUMENTS = json.dumps({"Zone": "z", "area": {"units": "C", "unitSystem": ["x", "z"]}, "Beta": 2})
-CALLED = ChatMessage("assistant", tool_calls=[ToolCall("f", ARGUMENTS), ToolCall("f", ARGUMENTS)])
-
-
-def test_arguments_may_come_in_any_order() -> None:
-    source = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% for k, v in c.function.arguments"
-    source += " | dictsort %}{{ k }}:{{ v | dictsort if v is mapping else v }},{% endfor %}{% endfor %}" + END
-    rendered(source, USER, CALLED, TOOL, ChatMessage("assistant", "z: 2 units, x C"), USER, CALLED, TOOL, USER)
-
-
-def test_an_argument_that_equals_another_is_missed_too() -> None:
-    source = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}:{{ c.function.arguments | join }}"
-    source += "{{ c.function.arguments.values() | unique | join }}{% endfor %}" + END
-    template = ChatTemplate(source, {})
-    said = [USER, ChatMessage("assistant", tool_calls=[ToolCall("f", '{"k": "12", "l": "34"}')])]
-    assert template.render(said) == "hif:kl1234"
-    with pytest.raises(ChatRefused, match=r"^messages\[1\].tool_calls\[0\]: .* some of the arguments"):
-        template.render([USER, ChatMessage("assistant", tool_calls=[ToolCall("f", '{"k": "12", "l": "12"}')])])
-
-
-@pytest.mark.parametrize(
-    ("kept", "dropped"), [(10, 0), (0.5, 5), (10.25, 0.25), (-5, 5), (1e22, 22), (205, 5)], ids=str
-)
-def test_a_number_is_not_found_in_another(kept: float, dropped: float) -> None:
-    source = CALLS + "{% for k, v in c.function.arguments.items() %}{{ k }}={% if loop.first or v is string %}{{ v }}"
-    source += "{% endif %};{% endfor %}{% endfor %}" + END
-    arguments = json.dumps({"limit": kept, "offset": dropped})
-    template = ChatTemplate(source, {})
-    with pytest.raises(ChatRefused, match=r"^messages\[1\].tool_calls\[0\]: .* some of the arguments"):
-        template.render([USER, ChatMessage("assistant", tool_calls=[ToolCall("f", arguments)])])
-
-
-def test_an_argument_that_is_null_may_be_left_out_with_its_name() -> None:
-    source = CALLS + "{% for k, v in c.function.arguments.items() if v is not none %}{{ k }}={{ v }},{% endfor %}"
-    called = ChatMessage("assistant", tool_calls=[ToolCall("f", '{"limit": -10, "after": null}')])
-    assert rendered(source + "{% endfor %}" + END, USER, called) == "hiflimit=-10,"
-
-
-def test_very_many_arguments_are_found_in_their_order_only() -> None:
-    source = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | "
-    numbers = {f"the name of argument {number}": number for number in range(10_000)}
-    called = [USER, ChatMessage("assistant", tool_calls=[ToolCall("f", json.dumps(numbers))])]
-    rendered(source + "tojson }}{% endfor %}" + END, *called)
-    with pytest.raises(ChatRefused, match="some of the arguments"):
-        rendered(source + "dictsort | reverse | list }}{% endfor %}" + END, *called)
-
-
-CALLS = LOOP + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}"
-ONE_ARGUMENT = CALLS + "{{ c.function.arguments.a }}{% endfor %}" + END
-ONLY_OBJECTS = (
-    CALLS + "{% if c.function.arguments is mapping %}{{ c.function.arguments | tojson }}{% endif %}{% endfor %}" + END
-)
-ONE_CALL = LOOP + "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}" + END
-FIRST_ARGUMENTS = CALLS + "{{ (c.function.arguments | tojson)[:100] }}{% endfor %}" + END
-CALLS_ALONE = LOOP + "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}" + END
-CONTENT_ALONE = LOOP + "{% if m.content %}{{ m.content }}{% else %}{{ m.tool_calls | tojson }}{% endif %}" + END
-NO_ANSWERS = CALLS_ALONE.replace("m.content", "m.content if m.role != 'tool'")
-LONG_CALL = ToolCall("calculate", json.dumps({"terms": [{"value": number} for number in range(100)]}))
-SAYING = ChatMessage("assistant", "let me see", [SUM])
-CUT_BESIDE_CALLS = (
-    LOOP + "{{ m.content[:8] if m.tool_calls else m.content }}{{ m.tool_calls | default([]) | tojson }}" + END
-)
 NOT_BOTH = "{% if m.content and m.tool_calls %}{{ raise_exception('not both') }}{% endif %}"
-AS_THOUGHT = (  # as gpt-oss: the words stand before the call until there is an answer without calls
-    LOOP + "{% set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') %}"
+AS_THOUGHT = each(  # as gpt-oss: the words stand before the call until there is an answer without calls
+    "{% set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') %}"
     "{% if m.tool_calls %}{% if not later | rejectattr('tool_calls') | list %}({{ m.content }}){% endif %}"
-    "{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}" + END
+    "{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}"
 )
-
-
-@pytest.mark.parametrize(
-    ("source", "messages", "dropped"),
-    [
-        (CUT_BESIDE_CALLS, [USER, SAYING], r"messages\[1\]: .* some of what the assistant says"),
-        (ONE_ARGUMENT, ASKED, r"messages\[1\].tool_calls\[0\]: .* the arguments"),
-        (FIRST_ARGUMENTS, [USER, ChatMessage("assistant", tool_calls=[LONG_CALL])], r"messages\[1\].*the arguments"),
-        (
-            CALLS.replace("name", "name[:5]") + "{{ c.function.arguments | tojson }}{% endfor %}" + END,
-            [USER, ChatMessage("assistant", tool_calls=[LONG_CALL])],
-            r"messages\[1\].*the function's name",
-        ),
-        (ONLY_OBJECTS, [USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "[1]")])], ".* the arguments"),
-        (
-            NO_ANSWERS,
-            ASKED,
-            r"messages\[2\]: .* what the tool says",
-        ),
-    ],
-    ids=[
-        "words cut beside calls",
-        "an argument",
-        "cut arguments",
-        "cut name",
-        "objects",
-        "answers",
-    ],
-)
-def test_a_call_or_answer_that_would_be_dropped_is_refused_by_its_place(
-    source: str, messages: Sequence[ChatMessage], dropped: str
-) -> None:
-    template = ChatTemplate(source, {})
-    assert "hi" in template.render([USER])
-    with pytest.raises(ChatRefused, match=dropped):
-        template.render(messages)
 
 
 @pytest.mark.parametrize(
     "source",
-    [
-        CALLS_ALONE,
-        AS_THOUGHT,
-        NULLS,
-        CONTENT_ALONE,
-        CHATML.replace("{%- for m", LOOP + NOT_BOTH + END + "{%- for m"),
-    ],
+    [CALLS_ALONE, AS_THOUGHT, NULLS, CONTENT_ALONE, each(NOT_BOTH) + CHATML],
     ids=["calls alone", "as thought", "nulls", "content alone", "not both"],
 )
 def test_words_beside_a_call_may_be_left_out_but_no_call_and_no_answer(source: str) -> None:
-    said = [USER, SAYING, ANSWER, ChatMessage("assistant", "so 42"), ChatMessage("user", "why?")]
-    text = rendered(source, *said)
-    assert SAYING.content not in text
-    places = [text.index(each) for each in ("hi", "add", "2.5", "42", "so 42", "why?")]
-    assert places == sorted(places)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [ONE_CALL, LOOP + "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}" + END],
-    ids=["leaves others out", "refuses others"],
-)
-def test_a_template_of_single_calls_gets_each_call_before_its_own_answer(source: str) -> None:
-    source = (
-        source
-        if source is ONE_CALL
-        else source.replace(END, "{{ m.content }}{{ m.tool_calls | default([]) | tojson }}" + END)
-    )
-    other = ToolCall("multiply", '{"by": 7}', "second")
-    said = [
-        *(USER, replace(SAYING, tool_calls=[SUM, other])),
-        *(ANSWER, replace(ANSWER, content="forty-nine", tool_call_id="second"), ChatMessage("user", "why?")),
-    ]
-    text = rendered(source, *said)
-    places = [text.index(each) for each in ("add", "42", "multiply", "forty-nine", "why?")]
-    assert places == sorted(places)
-    unanswered = rendered(source, USER, replace(SAYING, tool_calls=[SUM, other]))
-    assert unanswered.index("add") < unanswered.index("multiply")
+    text = rendered(source, USER, SAYING, ANSWER, ChatMessage("assistant", "so 42"), ChatMessage("user", "why?"))
+    assert re.findall(f"hi|add|2.5|42|why|{SAYING.content}", text) == ["hi", "add", "2.5", "42", "42", "why"]
 
 
 def test_words_beside_a_call_are_kept_where_a_template_writes_them() -> None:
@@ -643,117 +559,42 @@ def test_words_beside_a_call_are_kept_where_a_template_writes_them() -> None:
     assert "<assistant>let me see<tool_call>" in rendered(CHATML, USER, SAYING, ANSWER)
 
 
-def test_words_without_a_call_are_not_left_out_for_the_sake_of_those_beside_one() -> None:
-    source = CALLS_ALONE.replace("m.content", "m.content if m.content != 'well' else ''")
-    with pytest.raises(ChatRefused, match=r"^messages\[3\]: .* what the assistant says"):
-        rendered(source, USER, SAYING, ANSWER, ChatMessage("assistant", "well"), USER)
-
-
-CALL = "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-CONTENT_LAST = (
-    LOOP
-    + "{% if m.role != 'tool' %}{% set here = loop.index0 %}"
-    + CALL
-    + "{% for t in messages[here + 1:] %}{% if t.role != 'tool' %}{% break %}{% endif %}{{ t.content }}{% endfor %}"
-    + "{{ m.content }}{% endif %}"
-    + END
+@pytest.mark.parametrize(
+    ("source", "content"), [(CALLS_ALONE, "<think>hm</think>"), (CONTENT_ALONE, " ")], ids=["thoughts", "blanks"]
 )
-ANSWERS_LAST = (
-    LOOP
-    + "{% if m.role != 'tool' %}{{ m.content }}"
-    + CALL
-    + "{% if loop.last or loop.nextitem.role == 'user' %}{% for t in messages if t.role == 'tool' %}{{ t.content }}"
-    + "{% endfor %}{% endif %}{% endif %}"
-    + END
-)
-
-
-@pytest.mark.parametrize("source", [CONTENT_LAST, ANSWERS_LAST], ids=["content last", "answers last"])
-def test_the_kinds_of_parts_of_a_turn_may_change_places(source: str) -> None:
-    rendered(source, USER, SAYING, ANSWER, ChatMessage("assistant", "so 42"), ChatMessage("user", "let me see"))
-
-
-def test_a_turn_of_many_steps_may_have_the_contents_last() -> None:
-    steps = [
-        (replace(SAYING, content=f"step {number}"), replace(ANSWER, content=f"{number}: " + "it is so " * 1000))
-        for number in range(300)
-    ]
-    rendered(CONTENT_LAST, USER, *(message for step in steps for message in step), USER)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("source", [CHATML, CONTENT_LAST, ANSWERS_LAST], ids=["CHATML", "content last", "answers last"])
-def test_a_turn_of_many_long_answers_is_found_whatever_its_length(source: str) -> None:
-    steps = [(CALLING, replace(ANSWER, content=f"{number}: " + "it is so " * 3000)) for number in range(250)]
-    rendered(source, USER, *(message for step in steps for message in step), ChatMessage("assistant", "so 42"))
-
-
-WORDS = ToolCall("f", '{"a": "token"}')
-TWO_CALLS = ChatMessage("assistant", tool_calls=[WORDS, SUM])
-SORTED = "{% for m in messages | sort(attribute='content') %}[{{ m.content }}]{% endfor %}"
-LAST_FIRST = (
-    LOOP + "{% if m.role != 'tool' %}{{ m.content }}" + CALL + "{% if m.tool_calls %}{% for t in messages | reverse %}"
-    "{% if t.role == 'tool' %}[{{ t.content }}]{% endif %}{% endfor %}{% endif %}{% endif %}" + END
-)
-NO_SHORT_ANSWERS = LOOP + "{% if m.role != 'tool' or m.content != 'ok' %}{{ m.content }}{% endif %}" + CALL + END
+def test_a_call_is_kept_beside_what_says_nothing(source: str, content: str) -> None:
+    assert '"add"' in rendered(source, USER, replace(CALLING, content=content), ANSWER)
 
 
 @pytest.mark.parametrize(
-    ("source", "messages", "dropped"),
+    "written_calls",
     [
-        (NO_SHORT_ANSWERS, [replace(CALLING, tool_calls=[WORDS]), "ok"], 2),
-        (NO_SHORT_ANSWERS, [TWO_CALLS, "ok", "42"], 2),
-        (LAST_FIRST, [TWO_CALLS, "rain", "sun"], 3),
-        (SORTED, [ChatMessage("assistant", "one"), ChatMessage("assistant", "more")], 2),
+        "{{ m.tool_calls[0] | tojson if m.tool_calls }}",
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+        "{{ m.tool_calls | default([]) | tojson }}",
     ],
-    ids=["answer in its call", "answer in one of its calls", "answers", "contents"],
+    ids=["leaves others out", "refuses others"],
 )
-def test_parts_of_one_kind_are_missed_where_they_are_dropped_or_change_places(
-    source: str, messages: Sequence[ChatMessage | str], dropped: int
-) -> None:
-    said = [replace(ANSWER, content=each) if isinstance(each, str) else each for each in messages]
-    with pytest.raises(ChatRefused, match=rf"^messages\[{dropped}\]: .* leaves out or changes some of what"):
-        rendered(source, USER, *said)
-
-
-@pytest.mark.parametrize(
-    ("source", "messages", "dropped"),
-    [
-        (
-            CALLS_ALONE.replace("m.tool_calls | tojson", "m.tool_calls | map('tojson') | unique | join"),
-            [USER, replace(CALLING, tool_calls=[SUM, SUM])],
-            r"messages\[1\].tool_calls\[1\]: .* the function's name",
-        ),
-        (
-            LOOP
-            + "{% if loop.first or m.content != loop.previtem.content %}{{ m.content }}"
-            + CALL
-            + "{% endif %}"
-            + END,
-            [USER, SAYING, ANSWER, ANSWER, USER],
-            r"messages\[3\]: .* what the tool says",
-        ),
-    ],
-    ids=["calls", "answers"],
-)
-def test_of_equal_calls_and_answers_each_is_missed(source: str, messages: Sequence[ChatMessage], dropped: str) -> None:
-    with pytest.raises(ChatRefused, match=dropped):
-        rendered(source, *messages)
-
-
-def test_what_an_assistant_only_thought_beside_a_call_may_be_left_out() -> None:
-    assert '"add"' in rendered(CALLS_ALONE, USER, replace(CALLING, content="<think>hm</think>"), ANSWER)
-
-
-def test_a_content_of_blanks_beside_a_call_does_not_hide_it() -> None:
-    assert '"add"' in rendered(CONTENT_ALONE, USER, replace(CALLING, content=" "))
+def test_a_template_of_single_calls_gets_each_call_before_its_own_answer(written_calls: str) -> None:
+    source = each("{{ m.content }}" + written_calls)
+    saying = replace(SAYING, tool_calls=[SUM, ToolCall("multiply", '{"by": 7}', "second")])
+    other = replace(ANSWER, content="forty-nine", tool_call_id="second")
+    text = rendered(source, USER, saying, ANSWER, other, ChatMessage("user", "why?"))
+    assert re.findall("add|42|multiply|forty|why", text) == ["add", "42", "multiply", "forty", "why"]
+    assert re.findall("add|multiply", rendered(source, USER, saying)) == ["add", "multiply"]
 
 
 def test_a_call_of_what_a_template_keeps_is_not_refused_for_another_s_sake() -> None:
     template = ChatTemplate(ONLY_OBJECTS, {})
     with pytest.raises(ChatRefused):
-        template.render([USER, ChatMessage("assistant", tool_calls=[ToolCall("f", "[1]")])])
+        template.render([USER, calls("[1]")])
     assert template.render(ASKED) == 'hiadd{"a": 1, "to": {"é": [2.5]}}42'
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("source", [CHATML, CONTENT_LAST, ANSWERS_LAST], ids=["CHATML", "content last", "answers last"])
+def test_a_turn_of_many_long_answers_is_found_whatever_its_length(source: str) -> None:
+    rendered(source, USER, *steps(250, "", "it is so " * 3000), ChatMessage("assistant", "so 42"))
 
 
 def test_a_template_may_have_a_file_of_its_own(tmp_path: Path) -> None:

@@ -196,7 +196,8 @@ async def test_calls_of_tools_their_answers_and_options_go_through_the_template(
 
 
 async def test_what_the_template_drops_or_does_not_read_is_named_on_the_wire() -> None:
-    source = EACH + "{% for c in messages[1].tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    call = "{{ c.function.name }}{{ c.function.arguments | tojson if messages[0].content != 'hi' }}"
+    source = EACH.replace("{% endfor %}", "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}{% endfor %}")
     async with running_edge([], tokenizer=byte_level(chat_template=source), serves_chats=True) as edge:
         call = edge.generate(chat={"messages": ASKED})
         code, _, metadata = await error_of(call)

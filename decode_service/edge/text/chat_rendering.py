@@ -41,9 +41,8 @@ class ChatRendering:
     """Renders conversations in child processes, one at a time in each. For the event loop only.
 
     A process that takes too long is killed. `chat_template` returns the template's source and special tokens, or raises
-    ChatRefused. At the start the template renders a probe conversation, whose result decides in which form message
-    contents are passed to it. If the probe fails, every conversation is refused for that reason. If no process could be
-    started, the next conversation tries again.
+    ChatRefused. Each process probes the template at its start. If the first probe is refused, every conversation is
+    refused for that reason. If no process could be started, the next conversation tries again.
 
     Conversations are divided by size into lanes (`LANES`), so that short ones do not wait for long ones. Each lane has
     its own limit of waiting bytes. Processes that had nothing to do for `spare_s` are ended, except two.
@@ -62,7 +61,7 @@ class ChatRendering:
         self._max_chars = max_chars
         self._cpu_s = cpu_s
         self._spare_s = spare_s
-        self._parts_roles: list[str] | None = None
+        self._is_probed = False
         self._refusal: str | None = None
         self._lanes = [
             (largest, asyncio.Semaphore(num_places), WaitingBytes(max_waiting_bytes, purpose="rendered"))
@@ -176,22 +175,21 @@ class ChatRendering:
             asked = {
                 "source": source,
                 "special_tokens": special_tokens,
-                "parts_roles": self._parts_roles,
                 "max_chars": self._max_chars,
                 "memory_bytes": _MEMORY_BYTES + _MEMORY_PER_CHAR * min(self._max_chars, _MAX_ROOMY_CHARS),
                 "cpu_s": self._cpu_s,
             }
             try:
-                answer = await _answer(process, json.dumps(asked).encode(), cpu_s=protocol.START_CPU_S)
+                await _answer(process, json.dumps(asked).encode(), cpu_s=protocol.START_CPU_S)
             except ChatRefused:
                 await process.close()
                 raise
         except ChatRefused as error:
-            if self._parts_roles is None and self._refusal is None:
+            if not self._is_probed and self._refusal is None:
                 self._refusal = str(error)
                 _log.warning("chat_refused", reason=self._refusal)
             raise
-        self._parts_roles = json.loads(answer)
+        self._is_probed = True
         return process
 
 
