@@ -57,7 +57,7 @@ class LocalPair:
     """Runs prefill services, decode services that know all of them, and optionally a gateway, as child processes.
 
     Use it as a context manager: entering waits until all processes are ready, leaving until all have ended. The
-    processes die with the thread that started them, even if it is killed.
+    processes end with this one, even if it is killed.
 
     Options that are None keep the services' defaults. `modules` names the Python module of each kind of service, and
     `new_service` builds the process. With `gateway_listen` the OpenAI-compatible gateway runs too. With

@@ -137,7 +137,6 @@ class Restarts:
     restarts in a row end before the process is ready.
 
     The wait doubles before each start, up to a minute; it is short again after the process was ready for half a minute.
-    Use it only in the thread that first started the process, because the process dies with the thread that started it.
     """
 
     def __init__(self, process: ChildProcess, *, clock: Callable[[], float] = time.monotonic) -> None:
