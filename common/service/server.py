@@ -28,7 +28,8 @@ from common.rpc.errors import abort_with
 from common.rpc.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
 from common.rpc.server_bounds import BoundedRequests, Context, StreamLimit, clients_told_apart
 from common.rpc.tls import server_credentials
-from common.service.roles import ROLES_SERVICE, Roles, RolesServicer
+from common.service.roles import Roles
+from common.service.roles_rpc import ROLES_SERVICE, RolesServicer
 from common.telemetry.timeline import Timeline
 from common.telemetry.timeline_rpc import TIMELINE_SERVICE, OtherTimeline, TimelineServicer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,13 @@ def test_what_is_imported_is_never_searched_for_garbage_and_what_comes_after_it_
         assert gc.isenabled() and gc.get_freeze_count() > num_left_out
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("program", ["prefill_service", "decode_service", "gateway"])
+def test_grpc_and_torch_are_imported_after_the_settings_are_read(program: str) -> None:
+    """So `--help` and mistakes are answered at once, and gRPC writes no log lines of its own."""
+    found = f"import sys, {program}.__main__; print({{'grpc', 'torch'}} & sys.modules.keys())"
+    assert subprocess.check_output([sys.executable, "-c", found], text=True) == "set()\n"
 
 
 OWN_CODE = """
