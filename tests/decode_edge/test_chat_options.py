@@ -47,6 +47,12 @@ def test_tools_are_rendered_as_transformers_does() -> None:
     assert rendered(TOOLS + EACH, USER, tools=(WEATHER,)) == expected
 
 
+def test_a_template_that_needs_tools_serves_chats_with_tools() -> None:
+    source = TOOLS.replace(" or []", "") + EACH
+    assert rendered(source, USER, tools=(CLOCK,)).endswith("<user>hi")
+    assert "fails on it: TypeError" in str(refusal(source, USER))
+
+
 def test_tools_are_not_kept_after_their_chat() -> None:
     """Tools may be large, and every chat may have others."""
     parameters = json.dumps({"type": "object", "properties": {"x" * 9: {}}})
