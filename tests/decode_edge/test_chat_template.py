@@ -179,7 +179,7 @@ MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
         [USER, calls("{}", name="calculate")],
         FIRST_CALL,
     ),
-    "arguments that are no object": (ONLY_OBJECTS, [USER, calls("[1]")], FIRST_CALL),
+    "arguments that are no object": (ONLY_OBJECTS, [USER, calls("[1]"), *answers("[1]")], FIRST_CALL),
     "a value that equals another": (
         with_calls(":{{ a | join }}{{ a.values() | unique | join }}"),
         [USER, calls('{"k": "12", "l": "12"}')],
@@ -311,6 +311,10 @@ KEPT: dict[str, tuple[str, Sequence[ChatMessage]]] = {
         written("m.content", "m.role == 'system'") + written("m.content", "m.role != 'system'"),
         [SYSTEM, USER, ASSISTANT, SYSTEM, USER],
     ),
+    "quoted and plain": (
+        each("[{{ m.content | tojson(ensure_ascii=True) if m.role == 'user' else m.content }}]"),
+        said("é", "é"),
+    ),
     "no markers": (
         each("{{ raise_exception('unkind') if m.role == 'system' and 'kind' not in m.content }}[{{ m.content }}]"),
         [SYSTEM, USER],
@@ -357,6 +361,18 @@ def test_each_order_of_roles_is_tried_once_whatever_is_said_and_whichever_the_to
     for word in ("ok", "yes", "go on", "tell me more of it") * 5:
         template.render(said("hi", word, word[::-1]), TemplateOptions((Tool(word),)))
     assert bos.num_rendered - num_at_start == 20 + 1
+
+
+def test_the_last_few_hundred_orders_of_roles_are_remembered() -> None:
+    bos = CountedToken()
+    template = ChatTemplate("{{ bos_token }}{{ x }}" + STRINGS, {"bos_token": bos})
+
+    def num_renderings(x: int) -> int:
+        num_before = bos.num_rendered
+        template.render([USER], TemplateOptions(chat_template_kwargs=json.dumps({"x": x})))
+        return bos.num_rendered - num_before
+
+    assert [num_renderings(x) for x in (*range(300), 299, 0)] == [*[2] * 300, 1, 2]
 
 
 class CountedToken:
