@@ -1,13 +1,14 @@
 """Renders a conversation to a prompt with the model's chat template, and refuses to leave out anything that was said.
 
-The rule: each content, tool and call must be in the text, as it was said or as JSON or Python quote it. Only blanks
-around it and line ends may differ. It begins after the one before it of its kind: system, developer, assistant, call,
-tool's answer or tool. A user's words come after all words, calls and answers before them, except a system's, and
-answers come after the calls before them. The names, texts and numbers of one tool or call may come in any order. Not
-looked for are an assistant's thoughts, switches such as /no_think, and true, false and null. Short words may be in the
-text by chance, so each sequence of roles is also tried once with a *twin*: the same conversation with markers for
-words, which must pass the same check. Words beside calls that are missing from the twin may be missing from the text.
-The same check of a few twins, at the start, finds in which form the template writes contents, calls and tools at all.
+The rule: each content, call and tool is in the text, as it was said or as JSON or Python quote it. Only blanks around
+it and its line ends may differ. It begins after the end of the one before it of its kind: a system's words, a
+developer's, the assistant's, calls, answers, tools. A user's words stand between what was said before and after them,
+wherever a system's or a developer's are. Answers come after the calls before them. The names, texts and numbers of one
+call or tool may come in any order. An assistant's thoughts, switches such as /no_think, and true, false and null may be
+absent. Short words might be in the text by chance. So each new sequence of roles is also rendered once as a *twin*,
+with markers for words, which must pass the same check. Where words beside calls are absent from the twin, they may be
+absent from the text. With twins of a few conversations, this check also finds at the start in which forms the template
+writes contents, calls and tools, and which of them it does not write at all.
 
 The Jinja environment is that of `apply_chat_template` in transformers, for which templates are written. This module
 does not import transformers, so that a separate small process can render.
