@@ -100,6 +100,7 @@ def test_a_template_that_drops_what_a_user_says_is_refused_at_once(source: str) 
 NO_SHORT_ANSWERS = each("{{ m.content if m.role != 'tool' or m.content != 'ok' }}" + CALLS)
 LONG = 'what is 2 < 3,\n\tand "why"?   \n' * 300 + "tell me"
 CODE = "def f():\n    return 1"
+LONG_ARGUMENTS, EQUAL = json.dumps({"terms": [{"value": number} for number in range(100)]}), '{"k": "12", "l": "12"}'
 FIRST_CALL = "messages[1].tool_calls[0]"
 MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
     "all but the last": ("{{ messages[-1].content }}", said("hi", "yes", "why?"), 0),
@@ -119,9 +120,9 @@ MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
     "the order": (written("m.content", of="messages | sort(attribute='content')"), said("", "one", "", "more"), 3),
     "a certain word": (written("m.content", "loop.last or m.content != 'no'"), said("no", "so?", "no"), 1),
     "all but the last, if long": (
-        "{% if messages | tojson | length > 200 %}{{ messages[-1].content }}{% else %}{{ messages }}{% endif %}",
-        said("no", "so?", "no", "well " * 40, "no"),
-        1,
+        written("m.content", "loop.last or messages | tojson | length < 200"),
+        said("no", "so?", "well " * 40),
+        0,
     ),
     "an answer in its question": (written("m.content", "m.content != 'yes'"), said("yes or no?", "yes"), 1),
     "a user's word in an answer": (written("m.content", "m.content != 'no'"), said("hi", "well, no", "no"), 2),
@@ -164,27 +165,15 @@ MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
             (r".replace('\\u00e9', 'é')", r"what is \u00e9?"),
         ]
     },
-    "an end after thoughts": (
-        written("m.content.split('</think>')[-1][:100]"),
-        said("hi", f"hm</think>{LONG}", "hi"),
-        1,
-    ),
-    "an end of arguments": (
-        with_calls("{{ (a | tojson)[:100] }}"),
-        [USER, calls(json.dumps({"terms": [{"value": number} for number in range(100)]}))],
-        FIRST_CALL,
-    ),
+    "an end after thoughts": (written("m.content.split('</think>')[-1][:9]"), said("hi", f"</think>{LONG}"), 1),
+    "an end of arguments": (with_calls("{{ (a | tojson)[:100] }}"), [USER, calls(LONG_ARGUMENTS)], FIRST_CALL),
     "an end of a name": (
-        with_calls("{{ a | tojson }}", name="c.function.name[:5]"),
+        with_calls("{{ a }}", "c.function.name[:5]"),
         [USER, calls("{}", name="calculate")],
         FIRST_CALL,
     ),
     "arguments that are no object": (ONLY_OBJECTS, [USER, calls("[1]"), *answers("[1]")], FIRST_CALL),
-    "a value that equals another": (
-        with_calls(":{{ a | join }}{{ a.values() | unique | join }}"),
-        [USER, calls('{"k": "12", "l": "12"}')],
-        FIRST_CALL,
-    ),
+    "an equal value": (with_calls("{{ a | join }}{{ a.values() | unique | join }}"), [USER, calls(EQUAL)], FIRST_CALL),
     **{
         f"the number {dropped} beside {kept}": (
             with_calls("{% for k in a %}{{ k }}={{ a[k] if loop.first or a[k] is string }};{% endfor %}"),
@@ -218,7 +207,7 @@ MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
         3,
     ),
     "an end of words beside calls": (
-        each("{{ m.content[:8] if m.tool_calls else m.content }}{{ m.tool_calls | default([]) | tojson }}"),
+        each("{{ m.content[:8] if m.tool_calls else m.content }}" + CALLS),
         [USER, SAYING],
         1,
     ),
@@ -274,13 +263,9 @@ KEPT: dict[str, tuple[str, Sequence[ChatMessage]]] = {
         for change in ("trim", "tojson", "tojson(ensure_ascii=True)", "string", "pprint")
     },
     **{
-        f"lines: {change}": (written("m.content" + LINE_ENDS + change), [SYSTEM, LINES, ASSISTANT, LINES])
-        for change in (
-            ".replace('\n\n', '\n')",
-            ".replace('\r', '\n')",
-            ".replace('\n', '\r\n')",
-            ".replace('\n\n', '\n') | tojson",
-        )
+        f"lines: {change}{quote}": (written(f"m.content{LINE_ENDS}{change}{quote}"), [SYSTEM, LINES, ASSISTANT, LINES])
+        for change in (".replace('\n\n', '\n')", ".replace('\r', '\n')", ".replace('\n', '\r\n')")
+        for quote in ("", " | tojson")
     },
     **{
         f"{name} {switch}": (source, [replace(each, content=each.content.format(switch)) for each in SWITCHED])
@@ -311,12 +296,9 @@ KEPT: dict[str, tuple[str, Sequence[ChatMessage]]] = {
         written("m.content", "m.role == 'system'") + written("m.content", "m.role != 'system'"),
         [SYSTEM, USER, ASSISTANT, SYSTEM, USER],
     ),
-    "quoted and plain": (
-        each("[{{ m.content | tojson(ensure_ascii=True) if m.role == 'user' else m.content }}]"),
-        said("é", "é"),
-    ),
+    "quoted and plain": (written("m.content | tojson(ensure_ascii=True) if loop.first else m.content"), said("é", "é")),
     "no markers": (
-        each("{{ raise_exception('unkind') if m.role == 'system' and 'kind' not in m.content }}[{{ m.content }}]"),
+        written("m.content if loop.length == 1 or 'i' in m.content else raise_exception('')"),
         [SYSTEM, USER],
     ),
     "no null, and True": (
