@@ -1,13 +1,14 @@
 """Renders a conversation to a prompt with the model's chat template, and refuses to leave out anything that was said.
 
-The rule: each content, tool and call must be in the text, as it was said or as JSON or Python quote it. Only blanks
-around it and line ends may differ. It begins after the one before it of its kind: system, developer, assistant, call,
-tool's answer or tool. A user's words come after all words, calls and answers before them, except a system's, and
-answers come after the calls before them. The names, texts and numbers of one tool or call may come in any order. Not
-looked for are an assistant's thoughts, switches such as /no_think, and true, false and null. Short words may be in the
-text by chance, so each sequence of roles is also tried once with a *twin*: the same conversation with markers for
-words, which must pass the same check. Words beside calls that are missing from the twin may be missing from the text.
-The same check of a few twins, at the start, finds in which form the template writes contents, calls and tools at all.
+The rule: each content, call and tool is in the text, as it was said or as JSON or Python quote it. Only blanks around
+it and its line ends may differ. It begins after the end of the one before it of its kind: a system's words, a
+developer's, the assistant's, calls, answers, tools. A user's words stand between what was said before and after them,
+wherever a system's or a developer's are. Answers come after the calls before them. The names, texts and numbers of one
+call or tool may come in any order. An assistant's thoughts, switches such as /no_think, and true, false and null may be
+absent. Short words might be in the text by chance. So each new sequence of roles is also rendered once as a *twin*,
+with markers for words, which must pass the same check. Where words beside calls are absent from the twin, they may be
+absent from the text. With twins of a few conversations, this check also finds at the start in which forms the template
+writes contents, calls and tools, and which of them it does not write at all.
 
 The Jinja environment is that of `apply_chat_template` in transformers, for which templates are written. This module
 does not import transformers, so that a separate small process can render.
@@ -100,14 +101,14 @@ _CALLING_TWICE = ChatMessage("assistant", tool_calls=(_CALL, _CALL))
 _ANSWER = ChatMessage("tool", "t", tool_call_id="id", name="f")
 _MARKED_TOOL = Tool("qzfzq", "qzdzq", json.dumps({"type": "object", "properties": {"qzpzq": {"type": "string"}}}))
 _WITH_TOOL = TemplateOptions((_MARKED_TOOL,))
-_TRIALS: Mapping[str, Sequence[Sequence[ChatMessage]]] = {
-    "user": ([_USER],),
-    "system": ([_SYSTEM, _USER],),
-    "developer": ([ChatMessage("developer", "d"), _USER],),
-    "assistant": ([_USER, _ASSISTANT, _USER],),
-    "tool": ([_USER, _ASSISTANT, _ANSWER], [_USER, _CALLING, _ANSWER]),
+_TRIALS: Mapping[str, Sequence[ChatMessage]] = {
+    "user": [_USER],
+    "system": [_SYSTEM, _USER],
+    "developer": [ChatMessage("developer", "d"), _USER],
+    "assistant": [_USER, _ASSISTANT, _USER],
+    "tool": [_USER, _ASSISTANT, _ANSWER],
 }
-"""For each role, conversations that show in which form the template writes its contents."""
+"""For each role, a conversation that shows in which form the template writes its contents."""
 _PROBE_ID = "000000000"  # some templates accept ids of this length only
 _PRINTED = re.compile(r"""text['"]:\s*['"]qz\d|'qz\d+zq':""")
 """Matches a list of parts that a template printed instead of reading it, and arguments as Python prints them."""
@@ -130,8 +131,8 @@ class ChatTemplate:
         form = self._form = calls_form or contents_form
         self._writes_several_calls = self._writes(form, _USER, _CALLING_TWICE, _ANSWER, _ANSWER)
         self._writes_tools = self._writes(form, _USER, some_options=[_WITH_TOOL])
-        self._writes_answers = self._writes(form, _USER, _ASSISTANT, _ANSWER)
-        self._writes_system = self._writes(form, _SYSTEM, _USER)
+        self._writes_answers = self._writes(form, *_TRIALS["tool"])
+        self._writes_system = self._writes(form, *_TRIALS["system"])
 
     def render(
         self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS, *, max_chars: int = _MAX_CHARS
@@ -230,9 +231,9 @@ class ChatTemplate:
         checked in each conversation.
         """
         form = _Form()
-        for role, trials in _TRIALS.items():
+        for role, trial in _TRIALS.items():
             forms = form, form._replace(parts_roles=form.parts_roles | {role})
-            found = next((each for each in forms if any(self._writes(each, *trial) for trial in trials)), None)
+            found = next((each for each in forms if self._writes(each, *trial)), None)
             if found is None and role == "user":
                 self._render([_USER], NO_OPTIONS, form)  # raises the template's own reason, if it has one
                 reason = "leaves out what a user says, as a string and as a list of parts"
@@ -323,9 +324,8 @@ def _call_as_read(call: ToolCall, form: _Form) -> dict[str, Any]:
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
-    """Parses the arguments of a tool call. Returns None if they are not a JSON object.
-
-    Also returns None if the parsed object would lose something: if a name comes twice or a number is not finite.
+    """Parses the arguments of a call. Returns None if they are no JSON object, or if the parsed object would lose
+    something: if a name comes twice or a number is not finite.
     """
     if not arguments.strip():
         return {}  # some models write nothing if there are no arguments
@@ -358,9 +358,7 @@ _END_OF_THOUGHTS = re.compile(
 _ANSWER_IN_TAGS = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
 """Matches a content whose answer is in <answer> tags, which some models write after their thoughts."""
 _SWITCH = re.compile(r"/(?:(?:no_?)?think|system_override)\b")
-"""Matches switches in a content, which turn thinking, or the template's own words, on or off. Some templates remove
-them.
-"""
+"""Matches switches in a content, which turn thinking, or the template's own words, on or off."""
 _AFTER = {
     "tools": ("tools",),
     "system": ("system",),
@@ -416,11 +414,7 @@ def _find_missing(parts: Iterable[_SaidPart], text: str) -> _SaidPart | None:
 
 
 def _pieces(message: ChatMessage) -> Iterator[str]:
-    """Returns the pieces of a message's content that every template must keep.
-
-    Templates may drop blanks around the content, switches that turn thinking on or off (such as /no_think), and an
-    assistant's thoughts.
-    """
+    """Returns the pieces of a message's content that every template must keep, without blanks around them."""
     content, end = message.content, 0
     if message.role == "assistant":
         for thoughts in _END_OF_THOUGHTS.finditer(message.content):

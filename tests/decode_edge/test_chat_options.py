@@ -21,6 +21,7 @@ WEATHER = Tool("get_weather", 'Looks up the "weather".\nFast.', json.dumps(SCHEM
 CLOCK = Tool("clock")
 CALLING = ChatMessage("assistant", tool_calls=[ToolCall("clock", "", "x"), ToolCall("get_weather", '{"city": 1}', "y")])
 ANSWERS = [ChatMessage("tool", each, tool_call_id=id) for each, id in (("noon", "x"), ("rain", "y"))]
+RESPONSES = "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
 EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
 ASKING = EACH + "{% if add_generation_prompt %}<assistant>{% endif %}"
 TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -45,6 +46,12 @@ def test_tools_are_rendered_as_transformers_does() -> None:
         add_generation_prompt=True,
     )
     assert rendered(TOOLS + EACH, USER, tools=(WEATHER,)) == expected
+
+
+def test_a_template_that_needs_tools_serves_chats_with_tools() -> None:
+    source = TOOLS.replace(" or []", "") + EACH
+    assert rendered(source, USER, tools=(CLOCK,)).endswith("<user>hi")
+    assert "fails on it: TypeError" in str(refusal(source, USER))
 
 
 def test_tools_are_not_kept_after_their_chat() -> None:
@@ -88,7 +95,7 @@ def test_a_template_without_tools_tells_them_in_a_system_message(before: list[Ch
     assert rest == [
         'hi<assistant><tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": 1}}\n</tool_call>',
-        "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>",
+        RESPONSES,
         "so?<assistant>",
     ]
 
@@ -122,8 +129,7 @@ def test_a_template_without_system_messages_tells_tools_in_the_first_user_messag
     first, *rest = text.removeprefix("<user>").split("<user>")
     assert first.startswith("You can call functions") and "\n\nhi<assistant><tool_call>" in first
     assert all(json.dumps(tool.as_read(), ensure_ascii=False) in first for tool in (WEATHER, CLOCK))
-    responses = "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response><assistant>yes"
-    assert rest == [responses, "so?<assistant>"]
+    assert rest == [f"{RESPONSES}<assistant>yes", "so?<assistant>"]
 
 
 def test_a_template_without_system_messages_has_a_user_tell_where_none_speaks_yet() -> None:
@@ -136,14 +142,8 @@ def test_a_template_without_system_messages_has_a_user_tell_where_none_speaks_ye
     [
         (TOOLS + ASKING, "<tool>noon<tool>rain"),
         (TOOLS + "{% for m in messages %}<{{ m.role }}>{{ m.name or '' }}{{ m.content }}{% endfor %}<assistant>", None),
-        (
-            TOOLS + ASKING.replace("in messages", "in messages if m.role != 'tool'"),
-            "<user><tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>",
-        ),
-        (
-            TOOLS + TURNS + ASKING,
-            "<user><tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>",
-        ),
+        (TOOLS + ASKING.replace("in messages", "in messages if m.role != 'tool'"), f"<user>{RESPONSES}"),
+        (TOOLS + TURNS + ASKING, f"<user>{RESPONSES}"),
     ],
     ids=["answers", "answers with names", "no answers", "turns"],
 )

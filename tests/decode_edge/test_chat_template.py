@@ -27,18 +27,22 @@ def rendered(source: str, *messages: ChatMessage) -> str:
     return ChatTemplate(source, {}).render(messages)
 
 
-def each(body: str) -> str:
-    return "{% for m in messages %}" + body + "{% endfor %}"
+def each(body: str, of: str = "messages") -> str:
+    return "{% for m in " + of + " %}" + body + "{% endfor %}"
 
 
-def written(expression: str, condition: str = "true") -> str:
+def written(expression: str, condition: str = "true", of: str = "messages") -> str:
     """Returns a template that writes this of each message `m` that fulfils a condition."""
-    return each("{% if " + condition + " %}[{{ " + expression + " }}]{% endif %}")
+    return each("{% if " + condition + " %}[{{ " + expression + " }}]{% endif %}", of)
 
 
 def each_call(body: str, name: str = "c.function.name") -> str:
     """Returns what writes the name of each of a message's calls, and then `body` with the arguments `a`."""
     return "{% for c in m.tool_calls %}{% set a = c.function.arguments %}{{ " + name + " }}" + body + "{% endfor %}"
+
+
+def with_calls(body: str, name: str = "c.function.name") -> str:
+    return each("{{ m.content }}" + each_call(body, name))
 
 
 def said(*words: str) -> list[ChatMessage]:
@@ -64,7 +68,7 @@ ASKED = [USER, CALLING, ANSWER]
 CALLS = each_call("{{ a | tojson }}")
 CALLS_ALONE = each("{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}")
 CONTENT_ALONE = each("{% if m.content %}{{ m.content }}{% else %}{{ m.tool_calls | tojson }}{% endif %}")
-ONLY_OBJECTS = each("{{ m.content }}" + each_call("{{ a | tojson if a is mapping }}"))
+ONLY_OBJECTS = with_calls("{{ a | tojson if a is mapping }}")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +84,8 @@ ONLY_OBJECTS = each("{{ m.content }}" + each_call("{{ a | tojson if a is mapping
     ids=["strings", "parts", "strings if it reads both", "a user's parts", "the first part", "a system's first part"],
 )
 def test_every_word_is_kept_in_whatever_form_a_template_reads_it(content: str) -> None:
-    text = rendered(each("<{{ m.role }}>" + content), SYSTEM, *said("hi", "yes", "why?"))
-    assert text == "<system>be kind<user>hi<assistant>yes<user>why?"
+    text = rendered(each("<{{ m.role }}>" + content), SYSTEM, USER, ASSISTANT, TOOL, ChatMessage("developer", "why?"))
+    assert text == "<system>be kind<user>hi<assistant>yes<tool>42<developer>why?"
 
 
 @pytest.mark.parametrize(
@@ -96,11 +100,12 @@ def test_a_template_that_drops_what_a_user_says_is_refused_at_once(source: str) 
 NO_SHORT_ANSWERS = each("{{ m.content if m.role != 'tool' or m.content != 'ok' }}" + CALLS)
 LONG = 'what is 2 < 3,\n\tand "why"?   \n' * 300 + "tell me"
 CODE = "def f():\n    return 1"
+LONG_ARGUMENTS, EQUAL = json.dumps({"terms": [{"value": number} for number in range(100)]}), '{"k": "12", "l": "12"}'
 FIRST_CALL = "messages[1].tool_calls[0]"
 MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
     "all but the last": ("{{ messages[-1].content }}", said("hi", "yes", "why?"), 0),
     "all but the first": ("{{ messages[0].content }}", said("hi", "yes", "why?"), 1),
-    "all but two": ("{% for m in messages[-2:] %}{{ m.content }}{% endfor %}", said("hi", "yes", "hi"), 0),
+    "all but two": (written("m.content", of="messages[-2:]"), said("hi", "yes", "hi"), 0),
     **{
         f"a short word of the {role}": (
             "You are a helpful one." + written("m.content", f"m.role != '{role}'"),
@@ -110,24 +115,14 @@ MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
         for role in ("system", "developer", "assistant", "tool")
     },
     "a tool's, by another field": (written("m.tool ~ m.content", "m.role != 'tool'"), [TOOL, USER], 0),
-    "each that was said before": (
-        "{% for c in messages | map(attribute='content') | unique %}[{{ c }}]{% endfor %}",
-        said("no", "so?", "no"),
-        2,
-    ),
-    **{
-        f"the order of {field}s": (
-            written("m.content").replace(" %}", f" | sort(attribute='{field}') %}}", 1),
-            messages,
-            at,
-        )
-        for field, messages, at in [("role", said("no", "so?", "no"), 1), ("content", said("", "one", "", "more"), 3)]
-    },
+    "words of before": (written("m.content", of="messages | unique(attribute='content')"), said("no", "so?", "no"), 2),
+    "the order of roles": (written("m.content", of="messages | sort(attribute='role')"), said("no", "so?", "no"), 1),
+    "the order": (written("m.content", of="messages | sort(attribute='content')"), said("", "one", "", "more"), 3),
     "a certain word": (written("m.content", "loop.last or m.content != 'no'"), said("no", "so?", "no"), 1),
     "all but the last, if long": (
-        "{% if messages | tojson | length > 200 %}{{ messages[-1].content }}{% else %}{{ messages }}{% endif %}",
-        said("no", "so?", "no", "well " * 40, "no"),
-        1,
+        written("m.content", "loop.last or messages | tojson | length < 200"),
+        said("no", "so?", "well " * 40),
+        0,
     ),
     "an answer in its question": (written("m.content", "m.content != 'yes'"), said("yes or no?", "yes"), 1),
     "a user's word in an answer": (written("m.content", "m.content != 'no'"), said("hi", "well, no", "no"), 2),
@@ -170,33 +165,18 @@ MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
             (r".replace('\\u00e9', 'é')", r"what is \u00e9?"),
         ]
     },
-    "an end after thoughts": (
-        written("m.content.split('</think>')[-1][:100]"),
-        said("hi", f"hm</think>{LONG}", "hi"),
-        1,
-    ),
-    "an end of arguments": (
-        each("{{ m.content }}" + each_call("{{ (a | tojson)[:100] }}")),
-        [USER, calls(json.dumps({"terms": [{"value": number} for number in range(100)]}))],
-        FIRST_CALL,
-    ),
+    "an end after thoughts": (written("m.content.split('</think>')[-1][:9]"), said("hi", f"</think>{LONG}"), 1),
+    "an end of arguments": (with_calls("{{ (a | tojson)[:100] }}"), [USER, calls(LONG_ARGUMENTS)], FIRST_CALL),
     "an end of a name": (
-        each("{{ m.content }}" + each_call("{{ a | tojson }}", name="c.function.name[:5]")),
+        with_calls("{{ a }}", "c.function.name[:5]"),
         [USER, calls("{}", name="calculate")],
         FIRST_CALL,
     ),
-    "arguments that are no object": (ONLY_OBJECTS, [USER, calls("[1]")], FIRST_CALL),
-    "a value that equals another": (
-        each("{{ m.content }}" + each_call(":{{ a | join }}{{ a.values() | unique | join }}")),
-        [USER, calls('{"k": "12", "l": "12"}')],
-        FIRST_CALL,
-    ),
+    "arguments that are no object": (ONLY_OBJECTS, [USER, calls("[1]"), *answers("[1]")], FIRST_CALL),
+    "an equal value": (with_calls("{{ a | join }}{{ a.values() | unique | join }}"), [USER, calls(EQUAL)], FIRST_CALL),
     **{
         f"the number {dropped} beside {kept}": (
-            each(
-                "{{ m.content }}"
-                + each_call("{% for k in a %}{{ k }}={{ a[k] if loop.first or a[k] is string }};{% endfor %}")
-            ),
+            with_calls("{% for k in a %}{{ k }}={{ a[k] if loop.first or a[k] is string }};{% endfor %}"),
             [USER, calls(json.dumps({"limit": kept, "offset": dropped}))],
             FIRST_CALL,
         )
@@ -227,7 +207,7 @@ MISSED: dict[str, tuple[str, Sequence[ChatMessage], int | str]] = {
         3,
     ),
     "an end of words beside calls": (
-        each("{{ m.content[:8] if m.tool_calls else m.content }}{{ m.tool_calls | default([]) | tojson }}"),
+        each("{{ m.content[:8] if m.tool_calls else m.content }}" + CALLS),
         [USER, SAYING],
         1,
     ),
@@ -252,7 +232,7 @@ def test_what_a_template_leaves_out_or_changes_is_refused_by_its_place(
     assert str(refusal.value).startswith(f"{place}: the model's chat template leaves out or changes some of ")
 
 
-QUOTED = ChatMessage("user", ' \n¿\tQué es \\n?  "it\'s"\r\n')
+QUOTED = ChatMessage("user", ' \n¿\tQué es \\n, y \\r\\n?  "it\'s"\r\n')
 LINES = ChatMessage("user", "def f():\r\n    return 1\n\n\n    # no\r\rf()\n")
 LINE_ENDS = ".replace('\r\n', '\n')"
 ARGUMENTS = json.dumps({"Zone": "z", "area": {"units": "C", "unitSystem": ["x", "z"]}, "Beta": 2})
@@ -268,10 +248,10 @@ ANSWERS_LAST = each(
 )
 
 
-def steps(number_of: int, words: str, answer: str) -> list[ChatMessage]:
+def steps(count: int, words: str, answer: str) -> list[ChatMessage]:
     """Returns a turn in which the assistant calls and is answered many times."""
-    calling = [replace(SAYING, content=f"{words}{number}" if words else "") for number in range(number_of)]
-    answered = answers(*(f"{number}: {answer}" for number in range(number_of)))
+    calling = [replace(SAYING, content=f"{words}{number}" if words else "") for number in range(count)]
+    answered = answers(*(f"{number}: {answer}" for number in range(count)))
     return [message for step in zip(calling, answered, strict=True) for message in step]
 
 
@@ -283,13 +263,9 @@ KEPT: dict[str, tuple[str, Sequence[ChatMessage]]] = {
         for change in ("trim", "tojson", "tojson(ensure_ascii=True)", "string", "pprint")
     },
     **{
-        f"lines: {change}": (written("m.content" + LINE_ENDS + change), [SYSTEM, LINES, ASSISTANT, LINES])
-        for change in (
-            ".replace('\n\n', '\n')",
-            ".replace('\r', '\n')",
-            ".replace('\n', '\r\n')",
-            ".replace('\n\n', '\n') | tojson",
-        )
+        f"lines: {change}{quote}": (written(f"m.content{LINE_ENDS}{change}{quote}"), [SYSTEM, LINES, ASSISTANT, LINES])
+        for change in (".replace('\n\n', '\n')", ".replace('\r', '\n')", ".replace('\n', '\r\n')")
+        for quote in ("", " | tojson")
     },
     **{
         f"{name} {switch}": (source, [replace(each, content=each.content.format(switch)) for each in SWITCHED])
@@ -304,10 +280,7 @@ KEPT: dict[str, tuple[str, Sequence[ChatMessage]]] = {
         for how in ("tojson(sort_keys=True)", "string")
     },
     "arguments in any order": (
-        each(
-            "{{ m.content }}"
-            + each_call("{% for k, v in a | dictsort %}{{ k }}:{{ v | dictsort if v is mapping else v }},{% endfor %}")
-        ),
+        with_calls("{% for k, v in a | dictsort %}{{ k }}:{{ v | dictsort if v is mapping else v }},{% endfor %}"),
         2 * [USER, calls(ARGUMENTS, ARGUMENTS), TOOL, ChatMessage("assistant", "z: 2 units, x C")],
     ),
     **{
@@ -323,13 +296,14 @@ KEPT: dict[str, tuple[str, Sequence[ChatMessage]]] = {
         written("m.content", "m.role == 'system'") + written("m.content", "m.role != 'system'"),
         [SYSTEM, USER, ASSISTANT, SYSTEM, USER],
     ),
+    "quoted and plain": (written("m.content | tojson(ensure_ascii=True) if loop.first else m.content"), said("é", "é")),
     "no markers": (
-        each("{{ raise_exception('unkind') if m.role == 'system' and 'kind' not in m.content }}[{{ m.content }}]"),
+        written("m.content if loop.length == 1 or 'i' in m.content else raise_exception('')"),
         [SYSTEM, USER],
     ),
-    "no null": (
-        each("{{ m.content }}" + each_call("{% for k in a if a[k] is not none %}{{ k }}={{ a[k] }},{% endfor %}")),
-        [USER, calls('{"limit": -10, "after": null}')],
+    "no null, and True": (
+        with_calls("{% for k in a if a[k] is not none %}{{ k }}={{ a[k] }},{% endfor %}"),
+        [USER, calls('{"limit": -10, "after": null, "metric": true}')],
     ),
     **{
         f"no thoughts: {words!r}": (written("m.content" + change), said("hi", words, "hi"))
@@ -362,13 +336,18 @@ def test_whatever_is_said_is_found_however_it_is_quoted(template: ChatTemplate, 
     template.render([USER, ChatMessage("user", words), ASSISTANT])
 
 
-def test_each_order_of_roles_is_tried_once_whatever_is_said_and_whichever_the_tools() -> None:
+def test_each_order_of_roles_is_tried_once_while_it_is_remembered_whatever_is_said() -> None:
     bos = CountedToken()
-    template = ChatTemplate("{{ bos_token }}{{ tools | tojson }}" + STRINGS, {"bos_token": bos})
-    num_at_start = bos.num_rendered
-    for word in ("ok", "yes", "go on", "tell me more of it") * 5:
-        template.render(said("hi", word, word[::-1]), TemplateOptions((Tool(word),)))
-    assert bos.num_rendered - num_at_start == 20 + 1
+    template = ChatTemplate("{{ bos_token }}{{ x }}{{ tools | tojson }}" + STRINGS, {"bos_token": bos})
+
+    def num_renderings(word: str, x: int) -> int:
+        num_before = bos.num_rendered
+        options = TemplateOptions((Tool(word),), json.dumps({"x": x}))
+        template.render(said("hi", word, word[::-1]), options)
+        return bos.num_rendered - num_before
+
+    assert [num_renderings(word, 0) for word in ("ok", "yes", "go on", "tell me more of it")] == [2, 1, 1, 1]
+    assert [num_renderings("ok", x) for x in (*range(1, 300), 299, 0)] == [*[2] * 299, 1, 2]
 
 
 class CountedToken:
@@ -386,9 +365,9 @@ def test_very_many_ends_of_thoughts_take_no_square_of_time() -> None:
 def test_very_many_arguments_are_found_in_their_order_only() -> None:
     numbers = {f"the name of argument {number}": number for number in range(10_000)}
     called = [USER, calls(json.dumps(numbers))]
-    rendered(each("{{ m.content }}" + CALLS), *called)
+    rendered(with_calls("{{ a | tojson }}"), *called)
     with pytest.raises(ChatRefused, match="some of the call"):
-        rendered(each("{{ m.content }}" + each_call("{{ a | dictsort | reverse | list }}")), *called)
+        rendered(with_calls("{{ a | dictsort | reverse | list }}"), *called)
 
 
 @pytest.mark.parametrize(
@@ -503,9 +482,9 @@ IDS = each(
             'hi{"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '
             '{"a": 1, "to": {"é": [2.5]}}}}42addcall00001',
         ),
-        (each("{{ m.content }}" + each_call("{{ a }}")), """hiadd{"a": 1, "to": {"é": [2.50]}}42"""),
+        (with_calls("{{ a }}"), """hiadd{"a": 1, "to": {"é": [2.50]}}42"""),
         (
-            each("{{ m.content }}" + each_call("{{ a.a }}")),
+            with_calls("{{ a.a }}"),
             'hi<tool_call>\n{"name": "add", "arguments": {"a": 1, "to": {"é": [2.50]}}}\n</tool_call>'
             "<tool_response>\n42\n</tool_response>",
         ),
