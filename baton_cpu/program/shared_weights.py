@@ -25,9 +25,10 @@ PART_BYTES = 16 << 20  # copied at once: malloc keeps as much for the next part,
 
 @dataclass(frozen=True, slots=True)
 class PanelRows:
-    """A weight [outputs, inputs] inside `panels` [panels, steps, PANEL_WIDTH, numbers of a step].
+    """A weight [outputs, inputs] inside `panels` [panels, steps, PANEL_WIDTH, inputs of a step].
 
-    Its rows are rows `start` to `stop` of those that lie in `lanes`, the same range of places in each panel.
+    A panel has PANEL_WIDTH lanes, and each lane holds one output's weights. The weight lies in lanes `lanes[0]` to
+    `lanes[1]` of every panel: of the outputs there, counted panel by panel, it has those from `start` to `stop`.
     """
 
     panels: Tensor

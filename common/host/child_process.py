@@ -38,10 +38,10 @@ class Child(subprocess.Popen[bytes]):
 
 
 def start_peer(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> tuple[Child, socket.socket]:
-    """Starts `python -m module FILE arguments`, where FILE is the number of the child's end of a socket. Returns the
-    child and this process's end. The child inherits the descriptors `pass_fds`. Raises OSError.
+    """Starts `python -m module FILE arguments`, where FILE is the descriptor of the child's end of a socket. Returns
+    the child and this process's end. The child inherits the descriptors `pass_fds`. Raises OSError.
 
-    The child has a process group of its own, so Ctrl-C reaches only this process, which stops the child in order.
+    The child has a process group of its own, so Ctrl-C reaches only this process, which ends the child when it ends.
     """
     ours, theirs = socket.socketpair()
     with theirs:

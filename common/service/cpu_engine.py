@@ -51,7 +51,7 @@ class CpuEngine(HeadEngine, ModelEngine, RankEngine, Protocol):
         """
 
     def kv_copy(self) -> CopyKv:
-        """Returns a function that copies KV, and large KV past the CPU's caches.
+        """Returns a function that copies KV. Large copies bypass the CPU's caches, so that they evict nothing there.
 
         It compiles the function, which takes a second.
         """

@@ -75,8 +75,8 @@ class Runtime:
     into programs, None if there is none. `populates` says whether the KV pool's memory is allocated in the background.
     `ranks` are the other processes that compute the model, None if there are none.
 
-    When the process changes its role, all of it stays but `device` and `beside` (see `in_role`). `beside` runs what
-    belongs to one role, `beside_roles` what goes on while the role changes.
+    When the process changes its role, all of it stays but `device` and `beside` (see `in_role`). `beside`
+    runs background work of the present role, and ends with it; `beside_roles` runs what goes on while the role changes.
     """
 
     directory: Path

@@ -156,8 +156,9 @@ class TokenSpelling(Protocol):
 
 
 class Work:
-    """Adds up the processor time by which calls of a matcher and its copies exceeded what a call may take. Shorter
-    calls reduce the sum, but very slow ones are counted too.
+    """Adds up the processor time by which calls of a matcher and its copies exceeded what a call may take.
+
+    Shorter calls reduce the sum. One call adds at most `_MAX_COUNTED_CPU_S`; calls that took longer are counted too.
 
     Use it as a context manager around each call. `clock` returns the calling thread's processor time in seconds.
     """

@@ -212,8 +212,6 @@ class _NameWatch(LookedUpName):
 Connect = Callable[[str, str | None], GrpcReplica]
 """Connects to the replica at an address. The second argument is the host that its certificate must
 name, or None for the address's own host."""
-"""Connects to the replica at an address. The second argument is the host that its certificate must
-name, or None for the address's own host."""
 
 
 @dataclass(slots=True)

@@ -25,10 +25,12 @@ def the_index_names_every_page() -> Iterator[Problem]:
     yield from set_apart(index, "page", named & pages, pages)
 
 
-def tests_that_pages_name_exist() -> Iterator[Problem]:
+def files_that_pages_name_exist() -> Iterator[Problem]:
+    """Pages may leave away the first folders of a name."""
+    files = [path.relative_to(ROOT).parts for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts]
+    known = {"/".join(parts[start:]) for parts in files for start in range(len(parts))}
     for page in all_pages():
         text = page.read_text()
         for span in code_spans(without_code_blocks(text)):
-            file = re.fullmatch(r"(tests/[\w/.]+?)(?:::.*)?", span)
-            if file and not (ROOT / file[1]).exists():
-                yield Problem(page, line_of(text, f"`{span}`"), f"{file[1]} does not exist")
+            if (named := re.fullmatch(r"([\w/]+\.py)(?:::.*)?", span)) and named[1] not in known:
+                yield Problem(page, line_of(text, f"`{span}`"), f"{named[1]} does not exist")
