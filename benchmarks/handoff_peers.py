@@ -26,7 +26,8 @@ from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
+from common.wire.fingerprint import Fingerprint
 from common.wire.framing import FramePayload
 from common.wire.handoff import KvSegment
 from decode_service import messages as decode
@@ -131,8 +132,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
             model_limits=ReplicaLimits(vocab_size=_VOCAB_SIZE, max_context_tokens=shape.max_context_tokens),
             instance_id="benchmark",
             limits=HandoffLimits(),
-            shared_pool=lent.pool,
-            nixl_offer=lent.nixl_offer,
+            lent=lent,
         )
         thread = EngineThread(
             inbox=inbox,

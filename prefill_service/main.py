@@ -96,8 +96,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             limits=HandoffLimits(stall_timeout_s=settings.stall_timeout_s),
             tracer=process.tracer,
             timeline=runtime.timeline,
-            shared_pool=lent.pool,
-            nixl_offer=lent.nixl_offer,
+            lent=lent,
             new_matcher=compiler.matcher,
         )
 

@@ -6,9 +6,11 @@ The pool is mapped into this process, or NIXL reads from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,20 +65,42 @@ class SharedKv:
 
 @dataclass(frozen=True, slots=True)
 class RemoteKv:
-    """KV of a segment that NIXL must fetch from another process's memory.
+    """KV of a segment that must be fetched from another process's memory, for example by NIXL.
 
-    `kv` and `stamps` [N, 2] uint64 are ranges of that memory, each (address, number of bytes). The bytes of all `kv`
-    ranges together are an array of `shape`, [layers, planes, slots, row_bytes]. Those of `stamps` are [slots] uint64.
+    `fetch` does it, and raises PoolLost if it fails. `kv` and `stamps` [N, 2] uint64 are ranges of that memory, each
+    (address, number of bytes). The bytes of all `kv` ranges together are an array of `shape`, [layers, planes, slots,
+    row_bytes]. Those of `stamps` are [slots] uint64.
     """
 
     ticket: PoolTicket
     shape: tuple[int, int, int, int]
     kv: NDArray[np.uint64]
     stamps: NDArray[np.uint64]
+    fetch: Callable[[RemoteKv], Awaitable[SharedKv]]
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape)
+
+
+class ReadablePool(Protocol):
+    """The KV pool of another process, from which this process can read. It has the layer groups of both services."""
+
+    secret: bytes
+    """Known to those who can read the pool."""
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keeps the pool readable while the block runs."""
+
+    def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | RemoteKv | None:
+        """Returns where the KV of a segment lies: the `layers` of a group, in the ticket's slots. It copies nothing.
+
+        A SharedKv can be read in place; a RemoteKv must be fetched. Returns None if the pool does not have these slots.
+        """
+
+
+class PoolLost(Exception):
+    """A pool of another process cannot be read any more."""
 
 
 def runs_of(slots: Sequence[int]) -> tuple[list[int], list[int]]:

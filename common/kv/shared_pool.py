@@ -315,6 +315,9 @@ class MappedPool:
         self._groups = {group.name: layout.group(memory, group.name) for group in groups}
         self._stamps = {group.name: layout.stamps(memory, group.name) for group in groups}
 
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | None:
         """Returns the KV of a segment: the layers `layers` of a group, in the ticket's slots.
 

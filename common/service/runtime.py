@@ -52,7 +52,8 @@ from common.service.cpu_engine import CpuEngine, cpu_engine
 from common.service.work_beside import Check, Work, WorkBeside, new_fusing, populating
 from common.telemetry.stats import ForwardCounts
 from common.telemetry.timeline import Timeline
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
+from common.wire.fingerprint import Fingerprint
 
 _FUSED_SHARE_OF_CORES = 1.0
 """The share of the cores that a fused forward uses, in both services.

@@ -26,7 +26,8 @@ from common.sampling.params import (
     SPELLINGS_PER_BAD_WORD,
     ResolvedSampling,
 )
-from common.wire.fingerprint import Fingerprint, decode_fingerprint, encode_fingerprint
+from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.fingerprint import Fingerprint
 from common.wire.framing import seal, unseal
 from common.wire.handoff import (
     MAX_CACHE_SALT_CHARS,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,14 @@ from numpy.typing import NDArray
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch, RowFailure
 from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
-from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, RemoteKv, SharedKv, runs_of, slots_of
+from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, ReadablePool, RemoteKv, SharedKv, runs_of, slots_of
 from common.peer_text import peer_text
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.rpc.messages import ProtocolError, require
 from common.sampling.params import TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.wire.fingerprint import Fingerprint, decode_fingerprint, encode_fingerprint, first_difference
+from common.wire.codec_fingerprint import decode_fingerprint, encode_fingerprint
+from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.framing import seal, unseal
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 
@@ -39,16 +39,6 @@ _FIELDS_A_ROW = 16
 """The most protobuf fields per row: three for its log-probabilities, and one in each column that is sent unpacked."""
 _OTHER_FIELDS = 1024
 """The most other fields: enough for a fingerprint of 64 layer groups and seed columns, and each group's byte counts."""
-
-
-class _ReadablePool(Protocol):
-    """The KV pool of another process, from which this process can read. It has the fingerprint's layer groups."""
-
-    def read(self, group_name: str, layers: slice, ticket: PoolTicket) -> SharedKv | RemoteKv | None:
-        """Returns where the KV of a segment lies: the `layers` of a group, in the ticket's slots. It copies nothing.
-
-        A SharedKv can be read in place; a RemoteKv must be fetched. Returns None if the pool does not have these slots.
-        """
 
 
 class FrameCodec:
@@ -83,7 +73,7 @@ class FrameCodec:
                 message.row_failed.message = frame.message
         return seal(message)
 
-    def decode(self, data: bytes, rows: Sequence[HandoffRow], pool: _ReadablePool | None = None) -> Frame:
+    def decode(self, data: bytes, rows: Sequence[HandoffRow], pool: ReadablePool | None = None) -> Frame:
         """Returns the frame in `data`, which belongs to a call with these `rows`.
 
         `pool` is the sender's pool, if segments may be lent from it. Raises ProtocolError, which names the field, for
@@ -160,7 +150,7 @@ def _decode_segment(
     *,
     groups: Mapping[str, LayerGroupSpec],
     rows: Sequence[HandoffRow],
-    pool: _ReadablePool | None,
+    pool: ReadablePool | None,
 ) -> KvSegment:
     """Returns the segment in `message`, after it has checked every bound.
 
@@ -207,7 +197,7 @@ def _decode_segment(
 
 
 def _shared(
-    message: prefill_pb2.PoolTicket, pool: _ReadablePool | None, group_name: str, layers: slice, *, num_tokens: int
+    message: prefill_pb2.PoolTicket, pool: ReadablePool | None, group_name: str, layers: slice, *, num_tokens: int
 ) -> SharedKv | RemoteKv:
     """Returns the KV to which a ticket refers. Raises ProtocolError if the ticket is invalid."""
     if pool is None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from baton.v1 import prefill_pb2
 from common.errors import FingerprintMismatch
 from common.rpc.messages import ProtocolError, parse, require, require_few_fields
-from common.wire.fingerprint import PROTOCOL_VERSION
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.handoff import FramedKv, Payload, WriteKv
 
 MessageT = TypeVar("MessageT", prefill_pb2.HandoffCommand, prefill_pb2.HandoffFrame)

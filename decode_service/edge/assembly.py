@@ -32,7 +32,7 @@ from common.text.chat_template import ChatRefused
 from common.text.output_formats import FORMATS, NONE, OutputFormat, format_of_template
 from common.text.tokenizer import TextTokenizer
 from common.text.tool_grammars import ToolGrammars
-from common.wire.fingerprint import encode_fingerprint
+from common.wire.codec_fingerprint import encode_fingerprint
 from decode_service.edge.inference import INFERENCE_SERVICE, InferenceServicer, Served
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.matchers import Matchers, Replay

@@ -1,8 +1,5 @@
 """One Handoff call: sends rows to a prefill replica over one connection and receives their KV. A call that fails loses
 its rows with the error that its gRPC status means.
-
-All calls share a receive budget: a bound on the bytes of received segments that are not yet copied into the engine's
-pool.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ from grpc_status import rpc_status
 
 from baton.v1 import prefill_pb2
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
-from common.kv.shared_kv import RemoteKv
-from common.nixl.child import NixlError
+from common.kv.shared_kv import PoolLost, ReadablePool, RemoteKv
 from common.peer_text import peer_text
 from common.rpc.aio import begin_read
 from common.rpc.errors import connection_words
@@ -32,7 +28,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
 from decode_service.handoff.grpc_replica import GrpcReplica
-from decode_service.handoff.nixl_pool import NixlPool
+from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.transport import HandoffTimeouts, Post
 from decode_service.messages import FrameArrived, StartHandoff
 
@@ -120,7 +116,7 @@ class GrpcCall:
         self._timeouts = timeouts
         self._metadata = metadata
         self._replica = replica
-        self._pool = replica.pool  # of the instance that is there now
+        self._pool: ReadablePool | None = replica.pool  # of the instance that is there now
         self._commands: asyncio.Queue[bytes] = asyncio.Queue()
 
     def cancel_rows(self, rows: tuple[int, ...]) -> None:
@@ -142,11 +138,11 @@ class GrpcCall:
         stream: Stream = self._channel.stream_stream(_HANDOFF)(metadata=self._metadata)
         writer = asyncio.create_task(self._write_commands(stream, batch))
         try:
-            with self._pool.in_use() if isinstance(self._pool, NixlPool) else nullcontext():
+            with nullcontext() if self._pool is None else self._pool.in_use():
                 await self._read_frames(stream)
         except grpc.aio.AioRpcError as failure:
             raise error_of_status(self.replica, failure) from failure
-        except NixlError as error:
+        except PoolLost as error:
             raise PrefillUnavailable(f"{self.replica}: {peer_text(str(error))}") from error
         except ProtocolError as error:
             raise EngineFault(f"{self.replica} broke the protocol: {error}") from error
@@ -216,10 +212,9 @@ class GrpcCall:
         self._post(FrameArrived(self._call_id, frame))
 
     async def _fetched(self, segment: KvSegment, remote: RemoteKv) -> KvSegment:
-        assert isinstance(self._pool, NixlPool)
         is_here = False
         try:
-            segment = replace(segment, shared=await self._pool.fetch(remote))
+            segment = replace(segment, shared=await remote.fetch(remote))
             is_here = True
         finally:
             if not is_here:
@@ -252,82 +247,3 @@ class GrpcCall:
             figures = frame_figures(frame, self._rows.__getitem__)
             self._track.ended(f"receive {type(frame).__name__}", start_ns, self._call_id, bytes=len(data), **figures)
         return frame
-
-
-class ReceiveBudget:
-    """Grants bytes to Handoff calls in the order in which they asked. Not thread-safe.
-
-    While no bytes are granted, `try_take` may grant more than the limit, so that any segment can pass.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._held_bytes = 0
-        self._waiting: dict[str, None] = {}  # calls, in the order they asked
-
-    @property
-    def next_waiting(self) -> str | None:
-        """The call whose turn it is, or None if no call waits."""
-        return next(iter(self._waiting), None)
-
-    def take_at_once(self, num_bytes: int) -> bool:
-        """Takes the bytes if no call waits and they fit in the limit. Returns whether it took them.
-
-        It never exceeds the limit, and puts no call in the line.
-        """
-        if self._waiting or self._held_bytes + num_bytes > self._limit_bytes:
-            return False
-        self._held_bytes += num_bytes
-        return True
-
-    def try_take(self, call_id: str, num_bytes: int) -> bool:
-        """Takes the bytes for the call and returns True, or puts the call at the end of the line and returns False.
-
-        A call in line keeps its place. It must ask again when it is `next_waiting` and bytes came back.
-        """
-        self._waiting.setdefault(call_id)
-        fits = not self._held_bytes or self._held_bytes + num_bytes <= self._limit_bytes
-        if not fits or self.next_waiting != call_id:
-            return False
-        del self._waiting[call_id]
-        self._held_bytes += num_bytes
-        return True
-
-    def forget(self, call_id: str) -> None:
-        """Removes the call from the line. Bytes that it was granted stay held until they have landed."""
-        self._waiting.pop(call_id, None)
-
-    def give_back(self, num_bytes: int) -> None:
-        assert num_bytes <= self._held_bytes, "more bytes landed than were handed over"
-        self._held_bytes -= num_bytes
-
-
-class AsyncReceiveBudget:
-    """A ReceiveBudget that can be awaited. For the event loop only."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._budget = ReceiveBudget(limit_bytes)
-        self._turns: dict[str, asyncio.Event] = {}
-
-    def take_at_once(self, num_bytes: int) -> bool:
-        return self._budget.take_at_once(num_bytes)
-
-    async def take(self, call_id: str, num_bytes: int) -> None:
-        """Waits until the budget has room, and takes the bytes for the call. Only one task per call may wait."""
-        turn = self._turns[call_id] = asyncio.Event()
-        try:
-            while not self._budget.try_take(call_id, num_bytes):
-                turn.clear()
-                await turn.wait()
-        finally:
-            del self._turns[call_id]
-            self._budget.forget(call_id)
-            self._wake_next()
-
-    def give_back(self, num_bytes: int) -> None:
-        self._budget.give_back(num_bytes)
-        self._wake_next()
-
-    def _wake_next(self) -> None:
-        if (call_id := self._budget.next_waiting) is not None:
-            self._turns[call_id].set()

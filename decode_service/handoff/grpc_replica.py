@@ -21,7 +21,8 @@ from common.peer_text import peer_text
 from common.rpc.errors import connection_words
 from common.rpc.grpc_options import Metadata, Options
 from common.rpc.messages import MessageT, ProtocolError, parse, require_few_fields
-from common.wire.fingerprint import Fingerprint, decode_fingerprint, first_difference
+from common.wire.codec_fingerprint import decode_fingerprint
+from common.wire.fingerprint import Fingerprint, first_difference
 from decode_service.handoff.nixl_pool import NixlPool
 from decode_service.handoff.transport import HandoffTimeouts
 from decode_service.messages import Replica

@@ -19,8 +19,9 @@ from common.rpc.name_lookup import LookedUpName, LookUp, look_up
 from common.telemetry.timeline import HANDOFF, Timeline
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
-from decode_service.handoff.grpc_call import AsyncReceiveBudget, GrpcCall
+from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import OPEN_ACCESS, GrpcReplica, PrefillAccess
+from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.handoff.transport import HandoffTimeouts, Post
 from decode_service.messages import (
     BreakCall,

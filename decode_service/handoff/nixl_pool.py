@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
-from common.kv.shared_kv import MAX_LENT_BYTES, PoolTicket, RemoteKv, SharedKv, runs_of
+from common.kv.shared_kv import MAX_LENT_BYTES, PoolLost, PoolTicket, RemoteKv, SharedKv, runs_of
 from common.kv.shared_pool import HEADER_BYTES, NUMBER_BYTES, PoolLayout, PoolUnusable, split_header
 from common.nixl.child import NixlError, TransferProcess
 
@@ -193,12 +193,13 @@ class NixlPool:
             shape=(layers.stop - layers.start, num_planes, len(ticket.slots), row_bytes),
             kv=_ranges(bases, starts, lengths, row_bytes),
             stamps=_ranges(np.array([stamps_at], np.uint64), starts, lengths, NUMBER_BYTES),
+            fetch=self.fetch,
         )
 
     async def fetch(self, remote: RemoteKv) -> SharedKv:
         """Reads the KV of one segment (at most MAX_LENT_BYTES) into memory of this process, and then its slots' stamps.
 
-        The stamps show whether the replica reused the slots meanwhile. Raises NixlError if the read fails, and on every
+        The stamps show whether the replica reused the slots meanwhile. Raises PoolLost if the read fails, and on every
         call after that. If the task is cancelled while it reads, the read goes on and keeps its memory until it has
         ended. A read that has not begun is dropped.
         """
@@ -206,7 +207,7 @@ class NixlPool:
         await self._turn.acquire()
         try:
             if self.is_lost:
-                raise NixlError("NIXL: the replica's memory was let go of")
+                raise PoolLost("NIXL: the replica's memory was let go of")
             start, taken = await self._staging.take(stamps_at + len(remote.ticket.slots) * NUMBER_BYTES)
         except BaseException:
             self._turn.release()
@@ -222,9 +223,9 @@ class NixlPool:
         try:
             await self._process.read(remote.kv, start)
             await self._process.read(remote.stamps, start + stamps_at)
-        except NixlError:
+        except NixlError as error:
             self._has_failed = True
-            raise
+            raise PoolLost(str(error)) from error
         finally:
             self._turn.release()
         stamps = taken[stamps_at:].view(np.uint64)

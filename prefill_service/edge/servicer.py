@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from hmac import compare_digest
 from itertools import count
 
 import grpc
@@ -30,7 +29,6 @@ from common.errors import (
     PrefillUnavailable,
 )
 from common.grammar.matcher import Matcher, NewMatcher, TokenRulesMatcher, no_matchers
-from common.kv.shared_pool import SharedPool
 from common.rpc.aio import whole_read
 from common.rpc.errors import abort_with
 from common.rpc.messages import ProtocolError, require
@@ -39,8 +37,9 @@ from common.telemetry.stats import PoolCounts
 from common.telemetry.timeline import EDGE, HANDOFF, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.wire.codec_commands import PrefillBatch, ReleaseSegments, decode_command
+from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import Fingerprint, encode_fingerprint, first_difference
+from common.wire.fingerprint import Fingerprint, first_difference
 from common.wire.handoff import (
     MAX_CALL_ROWS,
     Accepted,
@@ -60,6 +59,7 @@ from prefill_service.edge.call import (
     unmatched_row,
 )
 from prefill_service.edge.observer import RowTraces
+from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import (
     BytesSent,
     CancelCallRows,
@@ -110,15 +110,10 @@ class PrefillServicer:
         limits: HandoffLimits,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
-        shared_pool: SharedPool | None = None,
-        nixl_offer: Callable[[], prefill_pb2.NixlPool | None] = lambda: None,
+        lent: LentMemory | None = None,
         new_matcher: NewMatcher = no_matchers,
     ) -> None:
-        """Creates the servicer.
-
-        `shared_pool` is the memory of the KV pool, or None if receivers cannot read it. Receivers on this host map it
-        by its name. If it has no name, receivers read it through NIXL, with the data that `nixl_offer` returns.
-        """
+        """Creates the servicer. `lent` is the memory of the KV pool if receivers can read it."""
         timeline = timeline or Timeline()
         self._edge_track = timeline.track(EDGE)
         self._frame_track = timeline.track(HANDOFF)
@@ -131,8 +126,7 @@ class PrefillServicer:
         self._instance_id = instance_id
         self._limits = limits
         self._tracer = tracer
-        self._shared_pool = shared_pool
-        self._nixl_offer = nixl_offer
+        self._lent = lent or LentMemory(None)
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, HandoffCall] = {}
         self._call_numbers = count()
@@ -167,12 +161,11 @@ class PrefillServicer:
     async def get_fingerprint(
         self, _request: prefill_pb2.GetFingerprintRequest, _context: object
     ) -> prefill_pb2.GetFingerprintResponse:
-        return prefill_pb2.GetFingerprintResponse(
-            fingerprint=encode_fingerprint(self._fingerprint),
-            instance_id=self._instance_id,
-            kv_pool="" if self._shared_pool is None else self._shared_pool.name,
-            nixl_pool=self._nixl_offer(),
+        answer = prefill_pb2.GetFingerprintResponse(
+            fingerprint=encode_fingerprint(self._fingerprint), instance_id=self._instance_id
         )
+        self._lent.offer(answer)
+        return answer
 
     async def get_load(
         self, _request: prefill_pb2.GetPrefillLoadRequest, _context: object
@@ -213,7 +206,7 @@ class PrefillServicer:
                 call.call_id,
                 numbering.accepted,
                 frozenset(numbering.for_engine(sorted(traced))),
-                shares_memory=self._can_read_the_pool(batch),
+                shares_memory=self._lent.is_read_with(batch.pool_secret),
             )
         )
         beside = [
@@ -241,17 +234,6 @@ class PrefillServicer:
             del self._calls[call.call_id]
             if not is_complete:
                 self._engine.post(CloseCall(call.call_id))
-
-    def _can_read_the_pool(self, batch: PrefillBatch) -> bool:
-        """Returns whether the receiver knows the pool's secret, so that it can read the pool.
-
-        A pool without a name can be read only while NIXL offers it.
-        """
-        if self._shared_pool is None:
-            return False
-        if not self._shared_pool.name and ((offer := self._nixl_offer()) is None or not offer.agent_metadata):
-            return False
-        return compare_digest(batch.pool_secret, self._shared_pool.secret)
 
     def _require_engine_of(self, call: HandoffCall) -> None:
         """Raises EngineLost and forgets the call, if the engine is dead.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from hmac import compare_digest
 
 import structlog
 
@@ -78,12 +79,20 @@ class LentMemory:
             raise StartupError(f"kv_transport: {error}") from error
         return cls(pool, lender)
 
-    def nixl_offer(self) -> prefill_pb2.NixlPool | None:
-        """Returns the data that receivers need to read the pool through NIXL.
-
-        The data are empty while receivers cannot read it, as after NIXL's process has ended. Returns None without NIXL.
+    def offer(self, answer: prefill_pb2.GetFingerprintResponse) -> None:
+        """Adds to the answer what receivers need to read the pool, if they can: the name by which they map it, or what
+        they read it with through NIXL, which is empty while NIXL's process is not there.
         """
-        return None if self._lender is None else self._lender.offer
+        if self.pool is not None:
+            answer.kv_pool = self.pool.name
+        if self._lender is not None:
+            answer.nixl_pool.CopyFrom(self._lender.offer)
+
+    def is_read_with(self, secret: bytes) -> bool:
+        """Returns whether a receiver that knows this secret of the pool can read it now."""
+        if self.pool is None or (self._lender is not None and not self._lender.offer.agent_metadata):
+            return False
+        return compare_digest(secret, self.pool.secret)
 
     def follow(self, is_serving: Callable[[], bool]) -> None:
         """Starts to serve reads through NIXL, in the background. Does nothing without NIXL.

@@ -20,8 +20,9 @@ from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillU
 from common.model.target import TargetModel
 from common.rpc.messages import ProtocolError
 from common.sampling.params import ResolvedSampling
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import NO_SPECULATION, PROTOCOL_VERSION, Fingerprint
+from common.wire.fingerprint import NO_SPECULATION, Fingerprint
 from common.wire.handoff import HandoffRow
 from decode_service import messages as decode
 from decode_service.schedule.scheduler import DecodeEngine

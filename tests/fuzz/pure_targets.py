@@ -18,8 +18,9 @@ from common.text.chat_messages import ChatMessage
 from common.text.chat_template import ChatRefused
 from common.text.grammars import GrammarRefused, Grammars
 from common.wire.codec_commands import PrefillBatch, decode_command
+from common.wire.codec_fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint, first_difference
+from common.wire.fingerprint import first_difference
 from common.wire.framing import MessageT, seal, seal_bytes
 from common.wire.handoff import HandoffRow, RowFailed
 from decode_service.edge.request_checks import ChatPrompt, ModelLimits, TextPrompt, check_lengths, check_request

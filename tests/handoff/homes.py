@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.v1 import prefill_pb2
 from common.kv.layer_group import LayerGroupSpec
 from common.kv.shared_kv import SharedKv
 from common.kv.shared_pool import DIRECTORY, SharedPool
@@ -20,7 +19,7 @@ from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts, HandoffTransport, TransportReport
 from decode_service.messages import FrameArrived, SegmentsLanded
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
-from prefill_service.handoff.lent_memory import NixlLender
+from prefill_service.handoff.lent_memory import LentMemory, NixlLender
 from prefill_service.messages import Event, FrameReady
 from tests.handoff.scripted_prefill import BOUND_S, RecordingDecode, ScriptedPrefill
 from tests.support.loop_thread import LoopThread
@@ -62,8 +61,9 @@ class GrpcHome:
     def _open_loop(self) -> LoopThread:
         return LoopThread()
 
-    def nixl_offer(self) -> prefill_pb2.NixlPool | None:
-        return None
+    @property
+    def lent_memory(self) -> LentMemory:
+        return LentMemory(self.shared_pool)
 
     @property
     def servicer(self) -> PrefillServicer:
@@ -78,8 +78,7 @@ class GrpcHome:
             prefill,
             limits=HandoffLimits(stall_timeout_s=self.stall_timeout_s),
             fingerprint=fingerprint,
-            shared_pool=self.shared_pool,
-            nixl_offer=self.nixl_offer,
+            lent=self.lent_memory,
         )
 
     async def _connect(
@@ -222,8 +221,9 @@ class NixlHome(SharedMemoryHome):
         self._peers = peers
         super().__init__(prefill, decode, fingerprint, receive_budget_bytes, peers.lent)
 
-    def nixl_offer(self) -> prefill_pb2.NixlPool | None:
-        return self._peers.lender.offer
+    @property
+    def lent_memory(self) -> LentMemory:
+        return LentMemory(self._peers.lent.pool, self._peers.lender)
 
     def _open_loop(self) -> LoopThread:
         return self._peers.loop

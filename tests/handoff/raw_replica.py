@@ -11,7 +11,8 @@ from grpc_health.v1 import health_pb2
 from baton.v1 import prefill_pb2, types_pb2
 from common.addresses import address_of
 from common.rpc.grpc_options import server_options
-from common.wire.fingerprint import Fingerprint, encode_fingerprint
+from common.wire.codec_fingerprint import encode_fingerprint
+from common.wire.fingerprint import Fingerprint
 from tests.handoff.samples import FINGERPRINT
 
 _UNBOUNDED = -1

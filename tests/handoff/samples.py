@@ -8,7 +8,8 @@ from common.errors import RowFailure
 from common.kv.layer_group import LayerGroupSpec
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
+from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 
 TARGET = LayerGroupSpec("target", num_layers=4, num_planes=2, num_heads=8, head_dim=128, dtype="float32")

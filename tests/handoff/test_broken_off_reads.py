@@ -14,7 +14,8 @@ import pytest
 
 from common.rpc.aio import whole_read
 from common.rpc.grpc_options import channel_options
-from decode_service.handoff.grpc_call import AsyncReceiveBudget, Stream
+from decode_service.handoff.grpc_call import Stream
+from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from tests.handoff.homes import FAST
 from tests.handoff.raw_replica import RawReplica
 from tests.handoff.samples import ROOMY_BUDGET_BYTES

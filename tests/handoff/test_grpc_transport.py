@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
 from common.errors import EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import encode_fingerprint
 from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, RowFailed
 from decode_service.handoff.grpc_transport import GrpcTransport

@@ -187,7 +187,9 @@ async def test_the_setting_decides_who_can_read_the_pool_which_is_nobody_on_a_gp
             transport, groups=GROUPS, num_slots=64, num_window_slots=0, is_on_host=is_on_host
         )
     assert (None if lent.pool is None else bool(lent.pool.name)) == has_name
-    assert lent.nixl_offer() is None
+    answer = prefill_pb2.GetFingerprintResponse()
+    lent.offer(answer)
+    assert (bool(answer.kv_pool), answer.HasField("nixl_pool")) == (bool(has_name), False)
     level = "info" if transport == "auto" else "warning"
     assert [(line["event"], line["log_level"]) for line in logs] == ([] if is_on_host else [("kv_over_grpc", level)])
     await lent.close()

@@ -20,7 +20,7 @@ import pytest
 from baton.v1 import prefill_pb2
 from common.host.child_process import Child, start_peer
 from common.host.link import Link
-from common.kv.shared_kv import PoolTicket, RemoteKv
+from common.kv.shared_kv import PoolLost, PoolTicket, RemoteKv
 from common.kv.shared_pool import NUMBER_BYTES, SECRET_BYTES, PoolUnusable
 from common.nixl import transfer_process
 from common.nixl.backoff import Backoff
@@ -109,12 +109,12 @@ def test_a_read_that_passes_its_bound_ends_the_process_and_writes_nothing_any_mo
             for _ in range(4):  # until it is asked
                 await asyncio.sleep(0)
             start = max(pool._staging._held)
-            with pytest.raises(NixlError, match=r"did not answer within 0\.2 s"):
+            with pytest.raises(PoolLost, match=r"did not answer within 0\.2 s"):
                 await reading
             assert pool.is_lost and pool.has_ended, "before its memory may be anybody else's"
         await read_anew()  # the lender has done by then what it was asked before
         assert not any(pool._staging._memory[start : start + kv.num_bytes])
-        with pytest.raises(NixlError, match="let go of"):
+        with pytest.raises(PoolLost, match="let go of"):
             await pool.fetch(kv)
         await pool.close()
 
@@ -196,10 +196,10 @@ async def test_a_process_that_does_not_end_when_it_is_killed_is_named_and_its_po
     kv = pool.read("target", slice(1, 3), PoolTicket((1, 2), 1, 1))
     assert kv is not None
     async with asyncio.timeout(BOUND_S):
-        with pytest.raises(NixlError, match=rf"did not answer within 0\.01 s \(process {1 << 30} does not end\)"):
+        with pytest.raises(PoolLost, match=rf"did not answer within 0\.01 s \(process {1 << 30} does not end\)"):
             await pool.fetch(kv)
         assert pool.is_lost and not pool.has_ended
-        with pytest.raises(NixlError, match="let go of"):
+        with pytest.raises(PoolLost, match="let go of"):
             await pool.fetch(kv)
         await pool.close()
     theirs.close()

@@ -24,8 +24,9 @@ from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
 from common.telemetry.stats import EngineLoad, PoolCounts, PrefixCounts
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch
+from common.wire.codec_fingerprint import PROTOCOL_VERSION, decode_fingerprint, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, decode_fingerprint, encode_fingerprint
+from common.wire.fingerprint import Fingerprint
 from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed, unsent_bytes
 from decode_service.handoff.grpc_call import error_info

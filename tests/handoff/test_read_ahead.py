@@ -14,8 +14,9 @@ import pytest
 from common.telemetry.timeline import Track
 from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import Accepted, KvSegment
-from decode_service.handoff.grpc_call import AsyncReceiveBudget, GrpcCall
+from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import GrpcReplica
+from decode_service.handoff.receive_budget import AsyncReceiveBudget
 from decode_service.messages import FrameArrived, StartHandoff
 from tests.handoff.homes import FAST
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, SEGMENT_BYTES, row, segment

@@ -29,7 +29,7 @@ from common.text.tokenizer import TextTokenizer
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, unsent_bytes
 from decode_service import messages as decode
 from decode_service.forward.drafter import Drafter
-from decode_service.handoff.grpc_call import ReceiveBudget
+from decode_service.handoff.receive_budget import ReceiveBudget
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.speculate.depth import Depth, depth_of

@@ -14,7 +14,8 @@ from common.kv.layer_group import LayerGroupSpec, SeedColumnSpec
 from common.priority import WORST_PRIORITY
 from common.sampling.params import NUMBER_OPTIONS, NumberOption, ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
+from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import (
     MAX_CACHE_SALT_CHARS,
     MAX_CLIENT_CHARS,

@@ -21,8 +21,9 @@ from common.wire.codec_commands import (
     encode_cancel_rows,
     encode_prefill_batch,
 )
+from common.wire.codec_fingerprint import PROTOCOL_VERSION, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint, encode_fingerprint
+from common.wire.fingerprint import Fingerprint
 from common.wire.framing import seal
 from common.wire.handoff import Accepted, HandoffRow
 from tests.wire.strategies import (

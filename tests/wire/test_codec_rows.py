@@ -12,7 +12,7 @@ from common.errors import RowFailure
 from common.rpc.messages import ProtocolError
 from common.sampling.params import ResolvedSampling
 from common.wire.codec_commands import PrefillBatch, decode_command, encode_row
-from common.wire.fingerprint import encode_fingerprint
+from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.framing import seal
 from common.wire.handoff import RowFailed
 from tests.wire.strategies import PLAIN

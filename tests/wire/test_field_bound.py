@@ -15,8 +15,8 @@ from common.rpc.grpc_options import MAX_MESSAGE_BYTES
 from common.rpc.messages import ProtocolError
 from common.sampling.params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES
 from common.wire.codec_commands import PrefillBatch, decode_command, encode_prefill_batch, encode_row
+from common.wire.codec_fingerprint import PROTOCOL_VERSION, encode_fingerprint
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, encode_fingerprint
 from common.wire.framing import seal_bytes
 from common.wire.handoff import MAX_CALL_ROWS, MAX_ROW_TOKENS
 from tests.fuzz.wire_strategies import delimited, tagged

@@ -26,8 +26,9 @@ from common.wire.codec_commands import (
     ReleaseSegments,
     decode_command,
 )
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.codec_frames import FrameCodec
-from common.wire.fingerprint import PROTOCOL_VERSION, Fingerprint
+from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import Accepted, Frame, HandoffRow, KvSegment, PrebuiltBatch, RowFailed, RowLogprobs
 from tests.wire.strategies import comparable
 from tests.wire.test_contract_fields import messages

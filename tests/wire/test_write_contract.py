@@ -7,7 +7,7 @@ from base64 import b64decode
 from pathlib import Path
 
 from common.wire.codec_commands import decode_command
-from common.wire.fingerprint import PROTOCOL_VERSION
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from tests.wire import write_contract
 from tests.wire.strategies import comparable
 from tests.wire.test_wire_contract import CODEC, COMMANDS, FRAMES, ROW, digest_of_fields

@@ -17,7 +17,7 @@ from common.wire.codec_commands import (
     encode_prefill_batch,
     encode_release_segments,
 )
-from common.wire.fingerprint import PROTOCOL_VERSION
+from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from tests.wire.test_wire_contract import CODEC, COMMANDS, CONTRACT, CONTRACT_FILE, FRAMES, digest_of_fields
 
 
