@@ -135,8 +135,10 @@ def is_api(scope: Scope) -> bool:
 
 
 def _why(error: ApiError | None) -> dict[str, Any]:
-    """Returns the log fields that say why the answer is an error. Errors name fields, and never contain a prompt or a
-    key.
+    """Returns the log fields that say why the answer is an error.
+
+    Errors name fields, and never contain a prompt or a key. Of texts they show only short ones in the place of a few
+    allowed words.
     """
     if error is None:
         return {}

@@ -371,8 +371,9 @@ def _api_error(error: ValidationError) -> ApiError:
         case _:
             message = str(first["msg"]).removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
-            if message.startswith("input should be") and (value := shown(first["input"])):
-                message += f", not {value}"
+            is_text = isinstance(first["input"], str)  # which might be a prompt, except where a few words are allowed
+            if message.startswith("input should be") and (not is_text or first["type"] == "literal_error"):
+                message += f", not {value}" if (value := shown(first["input"])) else ""
     return invalid(param[:128], message)
 
 

@@ -6,7 +6,6 @@ The child is killed if it does not answer in time.
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Sequence
 from typing import Self
 
@@ -16,6 +15,7 @@ from common.host.child_process import Child
 from common.host.link import Link, start_linked
 
 _END_TIMEOUT_S = 10.0
+_POLL_INTERVAL_S = 0.005
 
 _log = structlog.get_logger(__name__)
 
@@ -84,8 +84,10 @@ class AskedProcess:
         """Kills the process and waits for its end. If it does not end in time, logs that and returns."""
         self.kill()
         try:
-            await asyncio.to_thread(self._process.wait, self._end_timeout_s)
-        except subprocess.TimeoutExpired:
+            async with asyncio.timeout(self._end_timeout_s):
+                while not self.has_ended:  # noqa: ASYNC110 - the event loop is not told
+                    await asyncio.sleep(_POLL_INTERVAL_S)
+        except TimeoutError:
             _log.error("the process %s was killed and has not ended", self.pid)
 
     async def first_answer(self) -> tuple[int, bytes]:
@@ -115,7 +117,7 @@ class AskedProcess:
                 answer = await self._link.receive_bytes()
         except TimeoutError:
             failure = f"its process did not answer within {timeout_s:g} s"
-        except (OSError, EOFError):
+        except EOFError:
             failure, kind = "its process ended", ChildEnded
         finally:
             if not answer:

@@ -12,29 +12,44 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+_children: weakref.WeakSet[Child] = weakref.WeakSet()
+
 
 class Child(subprocess.Popen[bytes]):
-    """A child process that the kernel kills as soon as this process has ended, whatever either of them does then, or
-    as soon as this object is gone.
+    """A child process that the kernel kills as soon as this process has ended, whatever either of them does then.
 
-    Its stdin is a pipe to which nobody writes. When its other end, which only this process has, is closed, the kernel
-    sends SIGKILL. On systems other than Linux the child's stdin ends, and nothing kills it. Raises OSError.
+    It inherits one end of a pipe to which nobody writes. When the other end, which only this process has, is closed,
+    the kernel sends SIGKILL. On systems other than Linux nothing kills it. Its stdin is empty. Raises OSError.
     """
 
-    def __init__(self, command: Sequence[str], **options: Any) -> None:
+    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any) -> None:
         theirs, ours = os.pipe()
-        hang_up = weakref.finalize(self, os.close, ours)
+        self.hang_up = weakref.finalize(self, os.close, ours)
+        _children.add(self)
+        self.hang_up.atexit = False  # at its end this process may still stop the child in order
         try:
             if sys.platform == "linux":
                 fcntl.fcntl(theirs, fcntl.F_SETSIG, signal.SIGKILL)
                 fcntl.fcntl(theirs, fcntl.F_SETFL, os.O_ASYNC)
-            super().__init__(command, stdin=theirs, **options)
+            super().__init__(command, stdin=subprocess.DEVNULL, pass_fds=[theirs, *pass_fds], **options)
             fcntl.fcntl(theirs, fcntl.F_SETOWN, self.pid)
         except BaseException:
-            hang_up()
+            if getattr(self, "pid", None) is not None:  # as after KeyboardInterrupt
+                self.kill()
+                self.wait()
+            self.hang_up()
             raise
         finally:
             os.close(theirs)
+
+
+def _leave_children_to_the_parent() -> None:
+    """In a process that was forked from this one: closes its copies of the pipes, which would keep the children."""
+    for child in _children:
+        child.hang_up()
+
+
+os.register_at_fork(after_in_child=_leave_children_to_the_parent)
 
 
 def start_peer(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> tuple[Child, socket.socket]:

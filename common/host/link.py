@@ -12,7 +12,8 @@ import asyncio
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from common.host.child_process import Child, start_peer
@@ -47,23 +48,33 @@ class Link:
             self._writer.write(_LENGTH.pack(len(message)) + message)
 
     async def can_send(self) -> None:
-        """Waits until the other process has read most of what was sent. Raises OSError if it has ended."""
-        await self._writer.drain()
+        """Waits until the other process has read most of what was sent. Raises EOFError if it has ended."""
+        with _eof_if_broken():
+            await self._writer.drain()
 
     async def receive(self) -> Any:
         """Returns the next message, unpickled. Do not use it where the other process runs foreign code.
 
-        Raises EOFError or OSError if the other process has ended.
+        Raises EOFError if the other process has ended.
         """
         return pickle.loads(await self.receive_bytes())
 
     async def receive_bytes(self) -> bytes:
-        """Returns the next message. Raises EOFError or OSError if the other process has ended."""
-        (num_bytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-        return await self._reader.readexactly(num_bytes)
+        """Returns the next message. Raises EOFError if the other process has ended."""
+        with _eof_if_broken():
+            (num_bytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return await self._reader.readexactly(num_bytes)
 
     def close(self) -> None:
         self._writer.close()
+
+
+@contextmanager
+def _eof_if_broken() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EOFError("the other process has ended") from error
 
 
 class _ClosedAtEnd(asyncio.StreamReaderProtocol):

@@ -21,10 +21,12 @@ import itertools
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
@@ -217,14 +219,15 @@ class ChatTemplate:
         if options.tools:  # a template leaves out parts if there are tools, whichever they are
             options = replace(options, tools=_WITH_TOOL.tools)
         key = hashlib.sha256(repr((twin, options)).encode()).digest()
-        if key not in self._known_twins:
+        left_out = self._known_twins.pop(key, None)
+        if left_out is None:
             left_out = _LeftOut()
             with suppress(ChatRefused, TextTooLong):
                 left_out = _find_left_out(twin, options.tools, self._render(twin, options, self._form), self._form)
             if len(self._known_twins) == _MAX_KNOWN_TWINS:
                 del self._known_twins[next(iter(self._known_twins))]
-            self._known_twins[key] = left_out
-        return self._known_twins[key]
+        self._known_twins[key] = left_out  # as the one that was used last
+        return left_out
 
     def _find_form_of_contents(self) -> _Form:
         """Raises ChatRefused if the template writes a user's words in no form. Other roles then get strings, and are
@@ -369,7 +372,7 @@ _AFTER = {
     "tool": ("user", "call", "tool"),
 }
 """For each kind of part, the kinds after whose last part it begins."""
-_MAX_IN_ANY_ORDER = 1000
+_MAX_SEARCHED_CHARS = 1 << 28  # takes about 0.3 s
 
 
 def _parts(
@@ -395,19 +398,20 @@ def _parts(
 def _find_missing(parts: Iterable[_SaidPart], text: str) -> _SaidPart | None:
     """Returns the first part that is not in its place in the text, or None.
 
-    To find words in any order takes time quadratic in their number, so very many must come in order.
+    To find words in any order takes time quadratic in their number, so once very many characters have been searched,
+    further words must come in order.
     """
-    text = _with_single_line_ends(text)
+    search = _Search(text)
     ends = dict.fromkeys(_AFTER, 0)
     for part in parts:
         start = end = max(ends[kind] for kind in _AFTER[part.kind])
-        in_order = len(part.words) > _MAX_IN_ANY_ORDER
-        ends_of_words: dict[str | float, int] = {}  # equal words must be at different places
+        ends_of_words: dict[str, int] = {}  # equal words must be at different places
         for word in part.words:
-            found = _end_of(text, word, end if in_order else ends_of_words.get(word, start))
+            written = word if isinstance(word, str) else json.dumps(word)
+            found = search.end_of(word, ends_of_words.get(written, start) if search.chars_left > 0 else end)
             if found < 0:
                 return part
-            ends_of_words[word] = found
+            ends_of_words[written] = found
             end = max(end, found)
         ends[part.kind] = end
     return None
@@ -444,6 +448,7 @@ def _leaves(value: Any) -> Iterator[str | float]:
                 yield leaf
 
 
+_NUMBER = re.compile(r"(?:(?<!\w)-)?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LINE_ENDS = re.compile(r"[\r\n]+")
 _QUOTED_LINE_ENDS = re.compile(r"\\(?:\\(?:\\\\)*+|(r(?:\\[rn])*+|n(?:\\[rn])++))")
 """Matches escaped line ends in quoted text, except a single `\\n`. It skips escaped backslashes."""
@@ -468,26 +473,40 @@ def _writings(words: str) -> Sequence[str]:
     return [_with_single_line_ends(words), *dict.fromkeys(quoted)]
 
 
-def _end_of(text: str, word: str | float, start: int) -> int:
-    """Returns the end of the first place of a word or number at `start` or later, or -1. The text has single line ends.
+class _Search:
+    """Finds words and numbers in a text. `chars_left` falls by the characters that it has searched for words."""
 
-    A number that is a part of another is no place of it.
-    """
-    if not isinstance(word, str):
-        number = json.dumps(word)
-        while (at := text.find(number, start)) >= 0:
-            end = at + len(number)
-            if set(text[at - 1 : at] + text[end : end + 1]).isdisjoint("0123456789+-."):
-                return end
-            start = at + 1
-        return -1
-    writings = _writings(word)
-    num_near = max(map(len, writings)) + _NEAR_CHARS
-    while True:  # to search all of the text for one writing would be slow if another is near
-        ends = [at + len(each) for each in writings if (at := text.find(each, start, start + num_near)) >= 0]
-        if ends or start + num_near >= len(text):
-            return min(ends, default=-1)
-        num_near *= 2
+    def __init__(self, text: str) -> None:
+        self._text = _with_single_line_ends(text)
+        self.chars_left = _MAX_SEARCHED_CHARS
+
+    def end_of(self, word: str | float, start: int) -> int:
+        """Returns the end of the first place of a word or number at `start` or later, or -1.
+
+        A number that is a part of another is no place of it.
+        """
+        if not isinstance(word, str):
+            number = json.dumps(word)
+            starts = self._starts_of_numbers.get(number, [])
+            index = bisect_left(starts, start)
+            return starts[index] + len(number) if index < len(starts) else -1
+        writings = _writings(word)
+        num_near = max(map(len, writings)) + _NEAR_CHARS if len(writings) > 1 else len(self._text)
+        while True:  # to search all of the text for one writing would be slow if another is near
+            places = [(self._text.find(each, start, start + num_near), len(each)) for each in writings]
+            if ends := [at + length for at, length in places if at >= 0]:
+                self.chars_left -= min(ends) - start
+                return min(ends)
+            if start + num_near >= len(self._text):
+                return -1
+            num_near *= 2
+
+    @cached_property
+    def _starts_of_numbers(self) -> Mapping[str, Sequence[int]]:
+        starts: dict[str, list[int]] = {}
+        for match in _NUMBER.finditer(self._text):
+            starts.setdefault(match[0], []).append(match.start())
+        return starts
 
 
 @contextmanager

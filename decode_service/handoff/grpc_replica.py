@@ -103,6 +103,7 @@ class GrpcReplica:
 
         If a new process answers at the address, its fingerprint is compared first.
         """
+        self._retired = [pool for pool in self._retired if not pool.has_ended]
         try:
             asked = health_pb2.HealthCheckRequest(service=PREFILL_SERVICE)
             health = await self._ask(_CHECK, asked, health_pb2.HealthCheckResponse, timeout_s)
@@ -217,7 +218,7 @@ class GrpcReplica:
                 self._pool = opening.result()
         if isinstance(self._pool, NixlPool):
             self._pool.retire()
-            self._retired = [pool for pool in (*self._retired, self._pool) if not pool.has_ended]
+            self._retired.append(self._pool)
         self._pool = None
 
     async def _ask(self, method: str, request: Message, kind: type[MessageT], timeout_s: float) -> MessageT:

@@ -41,7 +41,8 @@ class Address:
 
 
 class TargetAddresses:
-    """The addresses of one target, as of the last successful look-up.
+    """The addresses of one target, as of the last `refresh`: `found` by the last look-up that succeeded, and the
+    `reason` why the last one failed, or "" if it did not.
 
     `target` is "HOST:PORT", "dns:///HOST:PORT" or "file:///PATH".
     """
@@ -51,11 +52,7 @@ class TargetAddresses:
         name = parse_name(target) if is_name(target) else DnsName(*host_and_port(target))
         self._name = LookedUpName(name=name, look_up=look_up, timeout_s=timeout_s)
         self.found: tuple[Address, ...] = ()
-
-    @property
-    def reason(self) -> str:
-        """Why the last look-up failed, or "" if it did not. A failure leaves `found` as it was."""
-        return self._name.error
+        self.reason = self._name.error
 
     async def refresh(self) -> None:
         """Looks the name up again, for at most `timeout_s`. Never raises."""
@@ -64,6 +61,7 @@ class TargetAddresses:
             Address(self.target, self._name.name.certified_host or host_and_port(number)[0], number)
             for number in self._name.found
         )
+        self.reason = self._name.error
 
 
 MAX_MEMBERS = 64

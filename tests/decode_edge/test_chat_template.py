@@ -301,6 +301,15 @@ KEPT: dict[str, tuple[str, Sequence[ChatMessage]]] = {
         written("m.content if loop.length == 1 or 'i' in m.content else raise_exception('')"),
         [SYSTEM, USER],
     ),
+    "very many arguments in any order": (
+        with_calls("{{ a | tojson(sort_keys=True) }}"),
+        [USER, calls(json.dumps({f"{number % 7} {number}": number for number in range(1200)}))],
+    ),
+    "equal numbers in any order": (with_calls("{{ a | tojson(sort_keys=True) }}"), [USER, calls('{"b": 1, "a": 1.0}')]),
+    "numbers beside marks": (
+        with_calls("{% for k in a %}{{ k }}-{{ a[k] }}.{% endfor %}"),
+        [USER, calls('{"a": 5, "b": -0.5}')],
+    ),
     "no null, and True": (
         with_calls("{% for k in a if a[k] is not none %}{{ k }}={{ a[k] }},{% endfor %}"),
         [USER, calls('{"limit": -10, "after": null, "metric": true}')],

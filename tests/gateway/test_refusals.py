@@ -399,7 +399,7 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
         ),
         (CHAT, {"n": 0}, "n: input should be greater than or equal to 1, not 0"),
         (CHAT, {"stop": ["x", "y" * 70, 7]}, "stop[2]: input should be a valid string, not 7"),
-        (CHAT, {"seed": "y" * 70}, "seed: input should be a valid integer"),
+        (CHAT, {"messages": "a prompt"}, "messages: input should be a valid list"),
         (
             CHAT,
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},

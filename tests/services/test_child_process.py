@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
 import subprocess
 import sys
@@ -29,12 +30,41 @@ child.wait()
 """
 
 
+FORKING_PARENT = PARENT.replace(
+    "child.wait()", "import os, time\nprint(os.fork() or os.getpid(), flush=True)\ntime.sleep(60)"
+)
+
+
 def test_a_busy_child_ends_when_its_parent_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     child.wait(BOUND_S)
+
+
+def test_a_process_that_the_parent_forked_does_not_keep_its_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", FORKING_PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child, forked, same = (psutil.Process(int(parent.stdout.readline())) for _ in range(3))
+        assert forked == same and child.status() == psutil.STATUS_RUNNING
+        parent.kill()
+        child.wait(BOUND_S)
+        forked.kill()
+
+
+def test_a_start_that_is_broken_off_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[psutil.Process] = []
+
+    def interrupted(file: int, command: int, argument: int) -> None:
+        if command == fcntl.F_SETOWN:
+            started.append(psutil.Process(argument))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "fcntl", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Child([sys.executable, "-c", BUSY])
+    assert not started[0].is_running()
 
 
 def test_a_child_that_cannot_be_started_leaves_nothing_open() -> None:

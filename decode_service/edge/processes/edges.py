@@ -307,7 +307,7 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
                         edge.listening.set_exception(message.error)
                         edge.listening.exception()  # also if nobody waits for it
                 self._take(edge, message)
-        except (EOFError, OSError):
+        except EOFError:
             code = await asyncio.to_thread(edge.process.wait)
         finally:
             feeding.cancel()
@@ -319,7 +319,7 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
 
     async def _feed(self, edge: _EdgeProcess) -> None:
         """Sends events as fast as the edge takes them. What it does not take is merged."""
-        with contextlib.suppress(OSError):  # `_attend` sees that too
+        with contextlib.suppress(EOFError):  # `_attend` sees that too
             while True:
                 await edge.has_news.wait()
                 await edge.link.can_send()

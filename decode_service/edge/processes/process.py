@@ -157,7 +157,7 @@ class _RunningEdge:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Returns when it was stopped. Raises EOFError or OSError if the engine's process has ended."""
+        """Returns when it was stopped. Raises EOFError if the engine's process has ended."""
         self._tasks.append(asyncio.create_task(self._say_from_time_to_time(), name="say"))
         try:
             while True:
@@ -272,7 +272,7 @@ async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's process stops this one in order
     raise_descriptor_limit()
-    with only_log_lines(), suppress(EOFError, ConnectionError):  # the engine's process ends, and so does this one
+    with only_log_lines(), suppress(EOFError):  # the engine's process ends, and so does this one
         run(_serve(socket.socket(fileno=int(sys.argv[1]))))
     sys.stderr.flush()
     os._exit(0)  # the interpreter's own end would take a second

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from common.telemetry.exposition import MetricsServer
 from common.telemetry.metrics import EngineMetrics
 from gateway.status.figures import Increase, parse_exposition
-from gateway.status.watched import MAX_BYTES, Address, ScrapeFailed, Scraper
+from gateway.status.watched import MAX_BYTES, Address, ScrapeFailed, Scraper, TargetAddresses
 from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, ExposedPrefill, Names, numeric, sampler
 
 NUM_POOL_THREADS = 32
@@ -188,6 +188,24 @@ async def test_a_look_up_that_takes_too_long_is_the_reason_shown() -> None:
     assert sampling.snapshot.services[0].reason == "not found: no answer within 0.01 s"
     is_released.set()
     await sampling.close()
+
+
+async def test_an_answer_that_comes_late_counts_from_the_next_look_up() -> None:
+    is_released = threading.Event()
+
+    def hangs(host: str, port: int) -> Sequence[str]:
+        is_released.wait(BOUND_S)
+        return ["10.0.0.1:9100"]
+
+    target = TargetAddresses("decode:9100", look_up=hangs, timeout_s=0.01)
+    await target.refresh()
+    (thread,) = [each for each in threading.enumerate() if each.name.startswith("look-up-")]
+    is_released.set()
+    await asyncio.to_thread(thread.join, BOUND_S)
+    await asyncio.sleep(0)  # what the thread handed to the event loop
+    assert (target.found, target.reason) == ((), "not found: no answer within 0.01 s")
+    await target.refresh()
+    assert [each.numeric for each in target.found] == ["10.0.0.1:9100"] and not target.reason
 
 
 async def test_decode_services_say_whom_they_reach() -> None:
