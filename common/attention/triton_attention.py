@@ -80,7 +80,7 @@ class Tiles:
         `itemsize` the bytes of a number. With `fp8_kv` the pool's numbers are widened in registers.
 
         Returns None if no tile fits into `shared_bytes` or into registers. If a tile is known to spill registers, this
-        chooses a smaller tile, or more warps. Products of float32 are computed one by one, and need the most registers.
+        chooses a smaller tile, or more warps. float32 needs the most registers, because tensor cores would round it.
         """
         fewest = max(_MIN_BLOCK, _power_of_two(num_shared))
         row_bytes = dim_block * itemsize

@@ -69,7 +69,7 @@ class HeadParts:
 
 
 class PagedHead(ABC):
-    """The base class of draft heads, whose KV lies in the slots of a KV pool. Subclasses are DraftHeads.
+    """The base class of draft heads, whose KV lies in the slots of a KV pool. Subclasses implement DraftHead.
 
     Positions have no limit, because rotations are computed for the positions of each batch. `files` are the files from
     which the head was loaded. `new_programs` compiles the head into programs; None if it cannot be compiled.

@@ -153,7 +153,7 @@ class KvPool:
 
     `shards[group]` is the KV of a group, and `buffers[group]` its first shard, [layers, planes, slots + 1, heads,
     head_dim], which the forwards of this process use; slot 0 is padding. With `memory` the buffers lie in that shared
-    memory, which must have the same groups and numbers of slots; then rows cannot grow. Without it, the
+    memory, which must have the same groups and numbers of slots; then `grow` must not be called. Without `memory`, the
     operating system provides a CPU's memory when it is first used or populated. `prefixes` is an empty tree for the
     prefix cache, or None to cache nothing. Raises StartupError if there is not enough memory.
 

@@ -75,7 +75,8 @@ class DecodeConfig(EngineConfig):
     def tokens_in_flight(self) -> int:
         """How many tokens of a row are at most written past those that are known to be computed.
 
-        While a step is launched, another is in flight, and the tokens of one more have not left the row's windows. A
-        chunk of a prompt is never in flight with another one.
+        These are the tokens of three steps: one that is launched, one in flight, and one that has ended, but whose
+        tokens the pool does not count as computed yet, because it is told of at least `left_together` at once. Of a
+        row's prompt at most one chunk is in flight.
         """
         return max(self.left_together + 3 * self.num_step_slots, self.max_chunk_tokens)

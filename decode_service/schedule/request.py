@@ -29,8 +29,8 @@ _KV_ON_ITS_WAY = frozenset((Phase.PREFILL, Phase.RECEIVING, Phase.TRANSFER))
 class SpeculationTally:
     """The drafting and verification figures of one request, summed over all its steps.
 
-    `drafted_at` and `accepted_at` count drafts by level, in steps without forced drafts: entry i is the number of
-    drafts at level i + 1.
+    `drafted_at[i]` counts the steps without forced drafts that drafted at least i + 1 tokens ahead, and
+    `accepted_at[i]` those of them that accepted at least i + 1.
     """
 
     num_verify_steps: int = 0
@@ -56,8 +56,8 @@ class SpeculationTally:
     ) -> None:
         """Adds the figures of the steps since the last call.
 
-        `drafted_at` and `accepted_at` count drafts by level and may end with zeros for levels never drafted. `parts_s`
-        maps `draft_s`, `verify_s` and `extend_s` to seconds.
+        `drafted_at` and `accepted_at` may end with zeros for depths that no step drafted. `parts_s` maps
+        `draft_s`, `verify_s` and `extend_s` to seconds.
         """
         self.num_verify_steps += num_verify_steps
         self.num_drafted_tokens += num_drafted_tokens
