@@ -65,7 +65,7 @@ _DEFAULT_CHAIN = 4
 _MAX_CATCH_UP_TOKENS = 4096
 """The largest number of unread tokens that the head reads in one forward when it catches up.
 
-By default that is about as many as the target prefills in two forwards.
+By default a prefill service on a GPU computes as many in two forwards.
 """
 
 _log = structlog.get_logger(__name__)
@@ -78,7 +78,7 @@ async def serve(settings: DecodeSettings, process: Process) -> None:
 
 
 def check(settings: DecodeSettings, runtime: Runtime) -> None:
-    """Raises StartupError if `serve` could not serve with these settings, as far as that is known before."""
+    """Raises StartupError if `serve` could not serve with these settings, as far as can be known beforehand."""
     if runtime.draft is not None:
         speculation_of(settings, runtime.draft)
     if settings.prefill_tls:
@@ -91,8 +91,8 @@ def check(settings: DecodeSettings, runtime: Runtime) -> None:
 async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator[ServiceLife]:
     """Assembles the service and yields its life. Raises StartupError.
 
-    Each part is built after those it needs. The engine sends events to the edge, so the edge is built before it. The
-    edge itself needs only the engine's inbox, which is built first.
+    Each part is built after those it needs. The engine sends events to the edge, so the edge is built before the
+    engine. The edge needs only the engine's inbox, which is built first.
     """
     runtime = process.runtime
     tokenizer = TextTokenizer.from_directory(runtime.directory)
@@ -238,13 +238,13 @@ def _on_step(metrics: EngineMetrics, process: Process) -> OnStep:
 
 
 def client_weights(settings: DecodeSettings) -> dict[str, float]:
-    """Returns the weights of clients for the engine."""
+    """Returns `tenant_weights`, by the engine's names for clients."""
     pairs = [text.rpartition("=") for text in settings.tenant_weights]
     return {OTHERS if name == OTHERS else tenant_key(name): float(weight) for name, _, weight in pairs}
 
 
 def engine_config(settings: DecodeSettings, draft: DraftHead | None) -> DecodeConfig:
-    """Returns what the settings tell the engine. Raises StartupError, naming the setting, if the head does not fit."""
+    """Returns the engine's options from the settings. Raises the errors of `speculation_of`."""
     return DecodeConfig(
         **common_config(settings),
         spec_info=NO_DRAFTS if draft is None else speculation_of(settings, draft),
@@ -281,7 +281,7 @@ def new_engine(
                 on_step=on_step,
                 deliver=deliver,
             )
-    except PieceFailed as error:  # only recording has run so far
+    except PieceFailed as error:  # so far only warm-up and recording have run
         message = "the model's forwards cannot be recorded, and run as they are with it among disabled_fast_paths"
         raise StartupError(f"{FastPath.CUDA_GRAPHS}: {message}: {error}") from error
 
@@ -296,8 +296,8 @@ def _copy_kv(settings: DecodeSettings, runtime: Runtime) -> CopyKv:
 def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, config: DecodeConfig) -> MemoryBeside:
     """Returns the bytes of memory that must stay free beside the KV pool, as a function of the number of rows.
 
-    They are for the forward of a step or of a prompt that is computed here, the recorded forwards, the inputs that a
-    draft head has not read, received segments, and the processes of edges.
+    It is needed for the forward of a step or of a prompt that is computed here, recorded forwards, inputs that a draft
+    head has not read, received segments, and edge processes.
     """
     model, draft = runtime.model, runtime.draft
     levels = depth_of(config.spec_info, adapts=settings.adaptive_depth).levels
@@ -343,8 +343,8 @@ def _transport(settings: DecodeSettings, process: Process, post: Post) -> GrpcTr
 
 
 def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
-    """Returns the speculation that the settings ask for. Raises StartupError, naming the setting, if the head does not
-    fit.
+    """Returns the speculation that the settings ask for. Raises StartupError, naming the setting, if settings and head
+    do not fit together.
     """
     topk, num_layers = settings.draft_topk, head.layer_group.num_layers
     max_steps = num_layers if num_layers > 1 else None
@@ -364,8 +364,8 @@ def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
 def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
     """Returns `spec_info` with a new `max_unread`, the number of tokens per row that the head may leave unread.
 
-    It is _MAX_CATCH_UP_TOKENS / `max_rows`, because the head reads what all rows have left in one forward, but at least
-    1 and at most MAX_UNREAD.
+    The head reads the unread tokens of all rows in one forward, so it is _MAX_CATCH_UP_TOKENS / `max_rows`, but at
+    least 1 and at most MAX_UNREAD.
     """
     return replace(spec_info, max_unread=max(1, min(MAX_UNREAD, _MAX_CATCH_UP_TOKENS // max_rows)))
 

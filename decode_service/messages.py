@@ -22,9 +22,9 @@ class Submit:
     """Submits a validated request. `token_ids` past `prompt_len` are output that an earlier stream delivered.
 
     `deadline_s` is a time of `time.monotonic`, infinite if there is no deadline. PhaseBegan events of the request are
-    posted only if `is_traced`. `client` names who shares rows and slots with others, and `tenant` for whom that client
-    asks. `cache_salt` names the namespace of the prefix cache that the request uses; "" is the common one. None means
-    that it neither uses nor leaves cached KV. `priority` decides when it is served, as common/priority.py says.
+    posted only if `is_traced`. Clients share rows and slots: `client` names the one that asks, and `tenant` for whom it
+    asks. `cache_salt` names the namespace of the prefix cache that the request uses; "" is the common one. With None
+    the request neither uses nor leaves cached KV. `priority` decides when it is served (see common/priority.py).
     `matcher` follows the output of a request whose sampling is constrained; it has accepted the output that the request
     brought along, and belongs to the engine from now on.
     """
@@ -76,12 +76,13 @@ class Drain:
 class Replica:
     """The state of a prefill replica, as its GetLoad reports it.
 
-    `num_uncomputed_tokens` counts the tokens of all its rows that it has still to compute. It takes no row longer than
-    `max_context_tokens`; None means that it reports no limit. `error` says why a replica that is not ready cannot
-    serve. A FingerprintMismatch (its model or configuration differs) stays until a new process serves at the address.
+    `num_uncomputed_tokens` counts the tokens of all its rows that it has still to compute. The replica takes no row
+    longer than `max_context_tokens`; None means that it reports no limit. `error` says why a replica that is not ready
+    cannot serve. A FingerprintMismatch (its model or configuration differs) stays until a new process serves at the
+    address.
 
     `instance_id` names the process that serves, if it is ready. That process keeps the KV of up to `max_cached_tokens`
-    for later rows, 0 if it keeps none. Since its start it has evicted `num_evicted_tokens` of them to make room for
+    tokens for later rows (0: of none). Since its start it has evicted `num_evicted_tokens` tokens to make room for
     other rows. `num_free_slots` counts the slots that hold neither a row's KV nor cached KV.
     """
 
@@ -143,7 +144,7 @@ class FinishReason(Enum):
 
 
 class Phase(Enum):
-    """The state of a request, from its admission to its end. prompt.py says what it holds in each phase.
+    """The state of a request, from its admission to its end. schedule/life.py says what it holds in each phase.
 
     The values are the names of the phases' spans in traces.
     """
@@ -151,7 +152,7 @@ class Phase(Enum):
     QUEUE = "queue"  # it waits for a row, slots and a replica
     PREFILL = "prefill"  # a replica has it and computes
     LOCAL_PREFILL = "local_prefill"  # this service computes its prompt itself
-    RECEIVING = "receiving"  # the same, and some of the request's KV has come
+    RECEIVING = "receiving"  # as PREFILL, and some of the request's KV has come
     TRANSFER = "transfer"  # the replica has computed the whole prompt, and KV is still coming
     BOOTSTRAP = "bootstrap"  # all of the request's KV is in the pool; it is not in the batch yet
     FIRST_DECODE = "first_decode"  # in the batch; none of its decode steps has ended
@@ -165,10 +166,10 @@ class Phase(Enum):
 class PhaseBegan:
     """Reports that a traced request entered `phase` at `at_s`, a time of the engine's clock.
 
-    `replica` and `attempt` are set for PREFILL, and `num_held_tokens` for PREFILL and LOCAL_PREFILL: how many of its
-    first tokens' KV the decode engine has already. If the request went back to QUEUE because its handoff, local prefill
-    or decode step failed, `lost` says why. If it was retracted (its slots were given to requests before it in turn),
-    `was_retracted` is True.
+    `replica` and `attempt` are set for PREFILL, and `num_held_tokens` for PREFILL and LOCAL_PREFILL: of how many first
+    tokens the decode engine has the KV already. If the request went back to QUEUE because its handoff, local prefill or
+    decode step failed, `lost` says why. If it was retracted (other requests needed its row or slots), `was_retracted`
+    is True.
     """
 
     request_id: str
@@ -269,7 +270,7 @@ class BreakCall:
 class SegmentsLanded:
     """Reports that segments of this call are copied or dropped: `num_bytes` go back to the receive budget.
 
-    `shared` are the numbers of those segments that the replica had lent from its pool. They are returned to it, and it
+    `shared` are the numbers of those segments that the replica had lent from its pool. The replica gets them back, and
     frees a row's slots when all of the row's segments are back.
     """
 
@@ -282,7 +283,7 @@ class SegmentsLanded:
 class DegradedChanged:
     """Reports that the engine begins to compute prompts of any length itself, or no longer does.
 
-    `reason` says why each replica is not ready when it begins.
+    `reason` says at the beginning why each replica is not ready.
     """
 
     is_degraded: bool

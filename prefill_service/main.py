@@ -48,7 +48,7 @@ async def serve(settings: PrefillSettings, process: Process) -> None:
 
 
 def check(settings: PrefillSettings, runtime: Runtime) -> None:
-    """Raises StartupError if `serve` could not serve with these settings, as far as that is known before."""
+    """Raises StartupError if `serve` would refuse these settings. It checks only `chunk_tokens`."""
     check_chunks(settings, runtime.draft)
 
 
@@ -57,7 +57,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
     """Assembles the service and yields its life. Raises StartupError.
 
     Each part is built after those it needs. The edge needs only the engine's inbox, which is built first. So the edge
-    exists when the engine is built, which sends it events.
+    exists before the engine, which sends events to it.
     """
     runtime = process.runtime
     check_chunks(settings, runtime.draft)
@@ -139,7 +139,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
 
 
 def engine_config(settings: PrefillSettings) -> PrefillConfig:
-    """Returns what the settings tell the engine."""
+    """Returns the engine's options, as the settings say."""
     return PrefillConfig(
         **common_config(settings),
         chunk_tokens=settings.chunk_tokens,

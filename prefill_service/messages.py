@@ -10,8 +10,8 @@ from common.wire.handoff import Frame, HandoffRow, RowFailed
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """Opens a Handoff call whose fingerprint agrees. The engine answers each row with PrebuiltBatch or RowFailed.
-    RowFailed may also follow PrebuiltBatch, if KV cannot be sent.
+    """Opens a Handoff call with this service's fingerprint. The engine answers each row with PrebuiltBatch or
+    RowFailed. RowFailed may also follow PrebuiltBatch, if KV cannot be sent.
 
     RowStarted and ChunkComputed are posted only for `traced_rows`. With `shares_memory` the receiver can read the pool.
     A row whose sampling is constrained waits for its GiveMatcher, or ends with FailRow.
@@ -25,9 +25,9 @@ class OpenCall:
 
 @dataclass(frozen=True, slots=True)
 class GiveMatcher:
-    """Gives a row whose sampling is constrained its matcher. `row` is its index in the rows of the OpenCall.
+    """Gives the engine the matcher of a row whose sampling is constrained. `row` is the row's index in the OpenCall.
 
-    The matcher has accepted the output in the row's token ids. It belongs to the engine from now on.
+    The matcher has accepted the output tokens that the row brings. It belongs to the engine from now on.
     """
 
     call_id: str

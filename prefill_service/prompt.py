@@ -35,12 +35,12 @@ class PromptPhase(Enum):
 class Prompt:
     """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
-    `due_s` is when the prompt is due by its priority, which waiting makes `best_level` at best (common/priority.py).
-    `tag` is the place of its first token among those of one level, in tokens (`PromptLives.in_turn`). A prompt for
-    whose KV another one waits has that one's, where they are better.
+    `due_s` is when the prompt is due by its priority. Waiting improves the priority, at most to `best_level`
+    (common/priority.py). Prompts of equal priority are ordered by `tag`, in tokens (`PromptLives.in_turn`). If another
+    prompt waits for this one's KV, this one takes that prompt's place in turn where it is better.
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
-    cache. `num_kept_tokens` counts those whose KV was found in the cache or left there; while the prompt is queued,
+    cache. `num_kept_tokens` counts those whose KV was found in the cache or added to it; while the prompt is queued,
     those that were in the cache when it arrived. `awaited` is the KV of its first tokens that it waits for, because
     another prompt computes it now. If its output is constrained, it is queued until it has its `matcher`, which has
     accepted the output in `row.token_ids`.
@@ -76,7 +76,7 @@ class Prompt:
 
     @property
     def next_tag(self) -> int:
-        """The tag of the prompt's next token to compute."""
+        """The tag at the prompt's next token to compute (`PromptLives.in_turn`)."""
         return self.tag if self.lease is None else self.tag + self.num_launched_tokens - self.lease.num_cached
 
     @property
@@ -114,9 +114,7 @@ class Prompt:
 
     @property
     def num_uncomputed(self) -> int:
-        """How many of the prompt's tokens are not computed yet. A queued prompt is expected to find KV that is cached
-        or that it waits for.
-        """
+        """How many of the prompt's tokens must still be computed. Tokens with cached or awaited KV are not counted."""
         num_awaited = 0 if self.awaited is None else self.awaited.num_tokens
         return self.num_tokens - max(self.num_kept_tokens, num_awaited)
 
@@ -144,7 +142,7 @@ RULES: Mapping[PromptPhase, PhaseRule[PromptPhase]] = {
 
 
 class PromptLives:
-    """Holds every live prompt by phase, in the order of entering it, and moves prompts from phase to phase.
+    """Holds the live prompts of each phase, in the order in which they entered it, and moves prompts between phases.
 
     Only the engine thread calls it. It is the only writer of a prompt's phase and lease. `ended` is called when a
     prompt ends, before its row is released. `ageing` says how waiting changes priorities.
@@ -168,12 +166,12 @@ class PromptLives:
     def in_turn(self, phase: PromptPhase, now_s: float) -> list[Prompt]:
         """Returns the prompts in `phase` in the order of service at `now_s`, a time of the engine's clock.
 
-        A prompt of a better level goes before one of a worse one: its priority, which waiting makes better, but not
-        better than 0 or than it was. Prompts of one level go in the order of their tags (start-time fair queueing), and
-        of equal tags the one with less left. The tag of a client's first prompt is the smallest of those that are
-        computed now, and each further one's is as many tokens later as the client's prompts before it have to compute.
-        It grows with the tokens that are computed. So clients get as many tokens computed, and one that comes goes
-        before what others have waiting or left. The prompts of one client are in the order in which they are due.
+        Prompts of a better level go first. The level is the priority, which waiting improves, but not beyond 0. Prompts
+        of one level go in the order of their tags (start-time fair queueing), and with equal tags the one with fewer
+        tokens left goes first. A client's first prompt begins at the smallest tag of the prompts that are computed now.
+        Each further prompt's tag is larger by the number of tokens that the one before it must compute. A tag grows
+        with the tokens that are computed. So all clients get equally many tokens computed, and a new client need not
+        wait for the others' queued prompts. One client's prompts are in the order in which they are due.
         """
         prompts = sorted(self._members[phase], key=lambda prompt: prompt.due_s)
         if phase is PromptPhase.QUEUED:
@@ -197,10 +195,10 @@ class PromptLives:
         return len(self._members[phase])
 
     def enter(self, prompt: Prompt, phase: PromptPhase, *, lease: RowLease | None = None) -> None:
-        """Moves the prompt to `phase`, and releases its pool row if it holds none in that phase. An ended prompt still
-        refers to its released lease, because a forward in flight may use it.
+        """Moves the prompt to `phase`, and releases its pool row if prompts in that phase hold none. An ended prompt
+        still refers to its released lease, because a forward in flight may use it.
 
-        `lease` is given to a prompt that gets a row now. Raises AssertionError if the phase cannot follow the prompt's
+        `lease` is that of a prompt that gets its row now. Raises AssertionError if the phase cannot follow the prompt's
         current one.
         """
         RULES[prompt.phase].check_followed_by(phase, who=f"row {prompt.index} in {prompt.phase}")

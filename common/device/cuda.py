@@ -383,7 +383,7 @@ class _TimedPiece:
 
 
 class _CudaTimer:
-    """Records the work of one CUDA stream as spans on `track`, while the timeline is recorded, by events around it.
+    """Records the work of one CUDA stream as spans on `track`, by events around it, while the timeline is recorded.
 
     The events are read when the recording is read, without waiting for the device. Only the thread that enqueues on the
     stream calls it. It never raises the device's faults, because the engine's own events report them.

@@ -213,7 +213,8 @@ class Stream(Protocol):
         """Returns how far the stream has come. Never blocks. Always call it from the same thread, which may be any."""
 
     def enqueue(self, work: Work, scope: Scope | None = None) -> None:
-        """Runs `work` after everything that was enqueued on this stream before, and then drops its reference to it.
+        """Runs `work` after everything that was enqueued on this stream before, and then drops the stream's reference
+        to `work`.
 
         If `work` raises, its scope fails. Without a scope the stream fails: its later work is skipped, and its later
         events carry the error. Raises StreamClosed if the stream is closed.
@@ -233,7 +234,7 @@ class Stream(Protocol):
         event is done when `work` has ended, failed or been skipped. A failure after a milestone shows in the scope, not
         in the milestone's event.
 
-        On devices that run `work` while it is enqueued, `on_milestone` is called when it reports a milestone. There
+        On devices that run `work` while it is enqueued, `on_milestone` is called when `work` reports a milestone. There
         this method returns the events only after `work` has ended; with `on_milestone` the caller can give other
         streams work earlier.
         """
@@ -381,8 +382,8 @@ class WakeUp:
     def idle_wait_s(self, *, has_work: bool, awaits_device: bool, has_queued: bool) -> float:
         """Returns for how many seconds an engine waits for commands before its next step.
 
-        That is 0 if it has work to launch or to take. While it waits for the device, it is woken or looks often.
-        Requests that are queued may start, or be overdue, without a command.
+        That is 0 if it has work to launch or to take. While it waits for the device, it is woken or polls often. With
+        queued requests it waits briefly: they may start, or be overdue, without a command.
         """
         if has_work:
             return 0.0

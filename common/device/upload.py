@@ -13,11 +13,11 @@ from torch import Tensor
 
 @contextmanager
 def across_devices(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Orders the work on several GPUs that the code inside launches. Call it in a piece of a stream of the device that
-    the first tensor is on.
+    """Orders the work on several GPUs that the code inside launches. Use it in a piece of a stream on the first
+    tensor's device.
 
-    The work on the GPUs of the other tensors comes after what the present stream does before, and the stream waits for
-    it at the end. Does nothing if all tensors are on one device.
+    Work on the other tensors' GPUs runs after that stream's earlier work, and the stream waits for it at the end. Does
+    nothing if all tensors are on one device.
     """
     here, *devices = dict.fromkeys(tensor.device for tensor in tensors)
     if not devices:

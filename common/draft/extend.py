@@ -67,7 +67,8 @@ def extend_draft(
     batch: SamplingBatch,
     topk: int,
 ) -> DraftSeed:
-    """Writes the head's KV of the T tokens of `forward_input`. Returns drafts of those that follow, as a DraftSeed.
+    """Writes the head's KV of the T tokens of `forward_input`. Returns drafts of the tokens that follow, as a
+    DraftSeed.
 
     `captured` [T, states * H] are the target's hidden states of the tokens, where H is its hidden size; `next_tokens`
     are the tokens that follow them. R rows go on drafting: `last` [R] is the index (0 .. T-1) of each row's last token,

@@ -41,7 +41,7 @@ def load_draft(
 
     The head uses the target's embedding if it has none of its own. `attention` is the kind of the head's attention
     backend. On a CPU, `cpu_engine` computes the head's layers, or PyTorch's operators without it. `fuses` prepares the
-    head to be compiled into programs, if that engine supports its format; then the checkpoint's tensors stay in memory
+    head to be compiled into programs, if `cpu_engine` supports its format; then the checkpoint's tensors stay in memory
     until it is compiled.
 
     Raises DraftMismatch if tensors or config keys are missing, unknown, or do not fit each other or the target, and

@@ -1,4 +1,4 @@
-"""The speculative seed: the first drafts and hidden states with which the next decode step starts drafting."""
+"""The draft seed: the first drafts and hidden states with which the next decode step starts drafting."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DraftSeed:
 
 
 def seed_columns(head: DraftHead, *, topk: int) -> tuple[SeedColumnSpec, ...]:
-    """Returns the name, the dtype and one row's shape of each column of the Seeds that this head makes.
+    """Returns the name, the dtype and one row's shape of each column of the DraftSeeds that this head makes.
 
     `topk` is the number of candidates for a row's next token. A head with several layers does not use it.
     """

@@ -32,7 +32,7 @@ class ChildFailed(Exception):
 
 
 class ChildEnded(ChildFailed):
-    """The child process had ended before the command, or ended while it carried it out."""
+    """The child process had ended before the command, or ended while carrying it out."""
 
 
 class AskedProcess:
@@ -42,7 +42,9 @@ class AskedProcess:
     """
 
     def __init__(self, process: Child, link: Link, timeout_s: float, end_timeout_s: float = _END_TIMEOUT_S) -> None:
-        """Wraps a running process. Each answer may take `timeout_s`; after a kill its end may take `end_timeout_s`."""
+        """Wraps a running process. Each answer may take `timeout_s`, and the process's end after a kill
+        `end_timeout_s`.
+        """
         self._process = process
         self._link = link
         self._timeout_s = timeout_s

@@ -16,7 +16,7 @@ _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 class Child(subprocess.Popen[bytes]):
-    """A child process that the kernel kills as soon as this process has ended, whatever either of them does then.
+    """A child process that the kernel kills as soon as this process has ended, in whatever way.
 
     It inherits one end of a pipe to which nobody writes. When the other end, which only this process has, is closed,
     the kernel sends SIGKILL. On systems other than Linux nothing kills it. Its stdin is empty. Raises OSError.
@@ -44,7 +44,7 @@ class Child(subprocess.Popen[bytes]):
 
 
 def _leave_children_to_the_parent() -> None:
-    """In a process that was forked from this one: closes its copies of the pipes, which would keep the children."""
+    """In a process forked from this one, closes its copies of the pipes, which would keep the children alive."""
     for child in _children:
         child.hang_up()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group: the directory of its files, and whether they are those of cgroup version 2."""
+    """A control group: the directory of its files, and whether it is one of cgroup version 2."""
 
     directory: Path
     is_v2: bool

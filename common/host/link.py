@@ -2,8 +2,8 @@
 
     message  | bytes: u32, most significant first | content |
 
-This is how `multiprocessing.connection.Connection` sends a message of less than 2 GiB, and such a Connection is the end
-for threads that block.
+`multiprocessing.connection.Connection` sends messages of less than 2 GiB in the same format. Threads that may block use
+a Connection at their end.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _eof_if_broken() -> Iterator[None]:
 
 class _ClosedAtEnd(asyncio.StreamReaderProtocol):
     writer: asyncio.StreamWriter
-    """It is kept until the end is closed, also by an owner who has forgotten the link."""
+    """The writer is kept here until the socket is closed, even if nobody refers to the Link any more."""
 
     def eof_received(self) -> bool:
         super().eof_received()

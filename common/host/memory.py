@@ -90,8 +90,8 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Gives the memory that malloc keeps for reuse back to the operating system.
 
-    Call it where much was freed that nothing of the same size will need again, as when weights are replaced by packed
-    ones. Does nothing if the C library is not glibc.
+    Call it after much memory was freed that will not be needed again, as when weights are replaced by packed ones. Does
+    nothing if the C library is not glibc.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -23,7 +23,7 @@ WHOLE = slice(None)
 class KvShard:
     """The KV of some heads of a layer group.
 
-    `kv` [layers, planes, slots + 1, heads, head_dim] has the `heads` of the group. Shards may have heads in common.
+    `kv` [layers, planes, slots + 1, heads, head_dim] has the KV of these `heads`. Shards may have heads in common.
     """
 
     heads: slice
@@ -31,7 +31,7 @@ class KvShard:
 
 
 class NoRoomForShard(Exception):
-    """A shard of `num_bytes` cannot be allocated on `torch_device`, for the reason that is the message."""
+    """A shard of `num_bytes` cannot be allocated on `torch_device`. The message says why."""
 
     def __init__(self, reason: str, num_bytes: int, torch_device: torch.device) -> None:
         super().__init__(reason)
@@ -40,15 +40,15 @@ class NoRoomForShard(Exception):
 
 
 class PoolTensors(Protocol):
-    """Makes the tensors of a KV pool that forwards use. This process's are on `torch_device`."""
+    """Makes the tensors of a KV pool that forwards use. Those of this process are on `torch_device`."""
 
     torch_device: torch.device
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns zeros for a table."""
+        """Returns a table of zeros."""
 
     def kv(self, group_name: str, shape: Sequence[int], dtype: torch.dtype) -> Sequence[KvShard]:
-        """Returns zeros for the KV of a layer group, whose whole `shape` is that of `KvShard.kv` with all heads.
+        """Returns zeros for the KV of a layer group. `shape` is that of `KvShard.kv` with all the group's heads.
 
         The first shard is the one that this process's forwards use. Raises OSError, OverflowError or
         torch.OutOfMemoryError if there is not enough memory, and NoRoomForShard if one shard of several has none.

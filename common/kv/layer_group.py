@@ -15,9 +15,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, KV_FP8: 1}
 class LayerGroupSpec:
     """The shape of the KV of one layer group: the target model's layers that attend alike, or all of the draft head's.
 
-    `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES; the pool has the bits of KV_FP8, as uint8. With
-    `window` each token attends only the last `window` tokens, itself among them, and the group has slots of its own for
-    them (see WindowSlots). None: it attends all earlier ones, and the group's slots are the pool's.
+    `num_planes` is 2: keys and values. `dtype` is a key of DTYPE_BYTES; the pool stores the bits of KV_FP8 as uint8.
+    With `window` each token attends only the last `window` tokens, itself among them, and the group has slots of its
+    own for them (see WindowSlots). With None it attends all earlier tokens, and the group's slots are the pool's.
     """
 
     name: str
@@ -47,7 +47,7 @@ class LayerGroupSpec:
 def num_kept_before(groups: Iterable[LayerGroupSpec]) -> int:
     """Returns how many tokens before a window are kept, given the groups of a pool.
 
-    A prefix is found one token before a prompt's end, and with a draft head as many tokens as the head has layers.
+    A cached prefix may end one token before the prompt's end, or with a draft head as many as the head has layers.
     """
     return max((group.num_layers for group in groups if group.name == DRAFT_GROUP), default=1)
 

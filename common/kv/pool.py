@@ -10,7 +10,7 @@ are evicted when the free ones are used up.
 
 A layer group with a window has slots of its own, for the last tokens of each row (see window_slots.py).
 
-Only an engine's own thread calls this, except for `move_kv`, and for `populate`, which alone blocks.
+Only an engine's own thread calls this, except for `move_kv` and `populate`. Only `populate` blocks.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class RowLease:
     `num_tokens` slots are reserved. The engine counts how many of them hold committed KV, as the request's `seq_len`.
     The first `num_cached` of them had their KV already when the row was reserved. `num_held` maps the name of each
     layer group with a window to `num_cached` if the row found that KV there too, and else to 0. `prefix` is the part of
-    the prefix cache that the row holds; None if it uses no cache. `duplicates` are positions of it for which the row
-    has slots of its own.
+    the prefix cache that the row holds; None if it uses no cache. `duplicates` are positions of `prefix` for which the
+    row has slots of its own.
     """
 
     def __init__(
@@ -272,9 +272,9 @@ class KvPool:
         """Returns a row with slots for its first `num_tokens` tokens, or None if there are too few rows or slots.
 
         With `key` the row's first slots are those of its longest cached prefix, which leaves at least one token to
-        compute. Without `uses_cached` it has no such slots, but it may `keep` its KV. `num_spared` slots must be left
-        after it. `is_received` means that the KV that is not cached comes from elsewhere, all of it. Then a cached
-        prefix can be used although groups with a window have lost it.
+        compute. Without `uses_cached` it has no such slots, but it may `keep` its KV. `num_spared` slots must stay
+        free. `is_received` means that all KV that is not cached comes from another service. Then a cached prefix can be
+        used even if groups with a window have lost its KV.
         """
         if self.rows.num_free == 0:
             return None
@@ -307,9 +307,9 @@ class KvPool:
         return lease
 
     def num_cached(self, key: CacheKey | None, *, is_received: bool = False) -> int:
-        """Returns how many tokens a row with `key` would find in the prefix cache now, one fewer than all at most.
+        """Returns how many tokens a row with `key` would find in the prefix cache now: at most all but one.
 
-        `is_received` is what `reserve` takes.
+        `is_received` is that of `reserve`.
         """
         if key is None:
             return 0
@@ -399,9 +399,9 @@ class KvPool:
         return prefix
 
     def _num_usable(self, slots: Slots, received: int | None = None) -> int:
-        """Returns how much of a cached prefix, with `slots`, can be used in all groups that have a window.
+        """Returns how many tokens of a cached prefix, with `slots`, can be used in all groups that have a window.
 
-        If the other KV comes from elsewhere, `received` is the number of the row's tokens.
+        If the other KV comes from another service, `received` is the row's number of tokens.
         """
         num_usable = len(slots)
         while True:
@@ -446,9 +446,9 @@ class KvPool:
     def has_room(
         self, num_tokens: int, *, num_cached: int, num_rows: int, num_spared: int, leaving: Sequence[RowLease]
     ) -> bool:
-        """Returns whether `num_rows` rows would be free, one of them for `num_tokens` tokens, if the rows `leaving` and
-        those in quarantine were free. The first `num_cached` of the tokens need no slots, and `num_spared` slots must
-        be left.
+        """Returns whether `num_rows` rows, and the slots for one row of `num_tokens` tokens, would be free if the rows
+        `leaving` and those in quarantine were reclaimed. The first `num_cached` of the tokens need no slots, and
+        `num_spared` slots must stay free.
         """
         leases = [*leaving, *self._quarantined.values()]
         rows = [lease.row for lease in leases]
@@ -503,7 +503,7 @@ class KvPool:
     def extend_windows(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> None:
         """Prepares groups with a window for the KV of the rows' tokens up to `num_tokens`. Shapes: both [B].
 
-        `grow` does so by itself. The tokens of a row that follow its window must come with the next call.
+        `grow` does so by itself. Each call continues where the row's last call ended.
         """
         for name, window in self.windows.items():
             slots = window.extend(rows, num_tokens)
@@ -513,14 +513,16 @@ class KvPool:
     def leave_behind(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64], *, at_least: int = 1) -> None:
         """Notes that the rows' first `num_tokens` tokens are computed. Shapes: both [B]. The rows must be distinct.
 
-        Slots that a group with a window has for tokens that later ones do not attend may then be used for others. No
-        work that reads them may be left. Rows with fewer than `at_least` such tokens are left as they are.
+        In groups with a window, the slots of tokens that later tokens do not attend may then be reused. No work that
+        reads these slots may be left. Rows with fewer than `at_least` such tokens are left as they are.
         """
         for window in self.windows.values():
             window.leave(rows, num_tokens, at_least=at_least)
 
     def first_kept(self, group_name: str, num_tokens: int) -> int:
-        """Returns the first position whose KV a row of `num_tokens` has in this group. Both services keep the same."""
+        """Returns the first position whose KV a row of `num_tokens` keeps in this group. It is the same in both
+        services.
+        """
         return self.windows[group_name].first_kept(num_tokens) if group_name in self.windows else 0
 
     def windows_beside(self, group_name: str) -> tuple[WindowKv, ...]:
@@ -528,7 +530,9 @@ class KvPool:
         return self._target_windows if group_name == TARGET_GROUP else ()
 
     def slots_of(self, lease: RowLease, group_name: str, positions: slice) -> Slots:
-        """Returns the slots of a row's tokens in the buffer of a group. If it has a window, they must be in it."""
+        """Returns the slots of a row's tokens in the buffer of a group. If the group has a window, `positions` must be
+        in it.
+        """
         window = self.windows.get(group_name)
         return lease.slots[positions] if window is None else window.slots(lease.row, positions)
 
@@ -577,7 +581,7 @@ class KvPool:
         return len(done)
 
     def _leave_windows(self, lease: RowLease) -> None:
-        """Ends a row's windows. Where the prefix cache lacks KV of a window that the row has, the cache gets it."""
+        """Ends a row's windows. KV of a window that the row has and the prefix cache lacks goes to the cache."""
         for window in self.windows.values():
             window.release(lease.row)
         if lease.prefix is None or lease.is_damaged or not lease.duplicates or not self.windows:
@@ -606,7 +610,7 @@ class KvPool:
         return {name: window.counts() for name, window in self.windows.items()}
 
     def _num_coming(self, leaving: Sequence[RowLease]) -> int:
-        """Returns how many slots can be given to rows once these leases are reclaimed."""
+        """Returns how many more slots rows can get once these leases are reclaimed."""
         prefixes = [lease.prefix for lease in leaving if lease.prefix is not None]
         return sum(len(lease.own_slots) for lease in leaving) + self._prefixes.num_held_only_by(prefixes)
 

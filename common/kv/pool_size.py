@@ -40,7 +40,7 @@ SPLIT_BYTES = 256
 It is enough for 32 parts in float32, and attention heads that are together twice as wide as the hidden state.
 """
 INDEX_BYTES = 8
-"""Bytes that a group with a window takes for each slot of the pool beside KV."""
+"""Bytes that a group with a window takes, beside its KV, for each slot of the pool."""
 LOGIT_BYTES = 4
 """Bytes of one logit, in float32."""
 _SAMPLED_LOGIT_BYTES = 32
@@ -197,7 +197,7 @@ def forward_bytes(*, num_tokens: int, num_logits: int, hidden_size: int, vocab_s
 def _left_bytes(memory: DeviceMemory, share: float, *, is_host: bool) -> int:
     """Returns the bytes left for the KV pool and the working memory.
 
-    On a GPU that is `share` of its memory, less what this process holds, and no more than what is free, less what
+    On a GPU that is `share` of its memory, less what this process holds, but at most the free memory less what
     libraries take later. On a CPU (`is_host`) it is half of `share` of the free memory.
     """
     if is_host:

@@ -37,7 +37,9 @@ Key = tuple[str, bytes]  # namespace, first 1 + lookahead tokens
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of N positions. `tokens` [N + lookahead], `slots` [N]. A root has none, and is never held or evicted."""
+    """A run of N positions. `tokens` [N + lookahead], `slots` [N]. A root has no positions, and is never held or
+    evicted.
+    """
 
     number: int
     parent: Node | None
@@ -104,7 +106,7 @@ class PrefixTree:
         self.lookahead = lookahead
         self._num_slots = 0
         self._num_evictable = 0
-        self._clock = 0  # counts calls; what is forgotten has 0
+        self._clock = 0  # counts uses of nodes; a forgotten node's last use is 0
         self._num_created = 0
         self._root = self._new_root()
         self._nodes: dict[int, Node] = {}  # by number: all but roots, including those that were forgotten
@@ -131,7 +133,7 @@ class PrefixTree:
     def match(self, tokens: Tokens, namespace: str) -> Prefix:
         """Returns the longest cached prefix of `tokens` [T], at most T - lookahead positions, and marks it as used now.
 
-        It is not held, and changes with each `insert` and `evict`, so call this before each decision.
+        The prefix is not held, and each `insert` or `evict` may change it, so call this before each decision.
         """
         prefix = self._walk(self._root, tokens, namespace, len(tokens) - self.lookahead)
         self._mark_used(prefix.node)
@@ -278,7 +280,9 @@ class PrefixTree:
         return namespace, tokens[: 1 + self.lookahead].tobytes()
 
     def _walk(self, node: Node, tokens: Tokens, namespace: str, max_tokens: int) -> Prefix:
-        """Returns how many of the `max_tokens` positions of `tokens` are cached in a row from the end of `node` on."""
+        """Returns the longest prefix of `tokens`, at most `max_tokens` positions, that is cached from the end of `node`
+        on.
+        """
         assert tokens.dtype == np.int64, "the same tokens must have the same bytes"
         num_tokens, num_in_node = 0, len(node.slots)
         while num_tokens < max_tokens and num_in_node == len(node.slots):
@@ -346,7 +350,7 @@ class PrefixTree:
             heapq.heappush(self._queue, (node.last_used, node.number, node))
 
     def _shorten(self, node: Node, num_left: int) -> None:
-        """Keeps the first `num_left` positions of a leaf. Removes it if these are none."""
+        """Keeps the first `num_left` positions of a leaf. Removes the leaf if `num_left` is 0."""
         if num_left:
             node.tokens = _trimmed(node.tokens[: num_left + self.lookahead])
             node.slots = _trimmed(node.slots[:num_left])
@@ -375,7 +379,7 @@ def num_same(left: Tokens, right: Tokens) -> int:
 
 
 def _trimmed(part: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns a view as it is, or a copy if it is so short that it would keep more than twice its memory alive."""
+    """Returns the view `part`, or a copy if the view would keep more than twice its own memory alive."""
     return part.copy() if part.base is not None and 2 * part.nbytes < part.base.nbytes else part
 
 

@@ -28,7 +28,7 @@ class ReqToTokenPool:
     `req_to_token` [max_rows + 1, max_tokens_per_row] int64 holds the slot of each token. Row 0 is padding and is never
     given out. While stream work uses a row, entries are only appended, because a running forward may be reading the
     earlier ones. They are overwritten when no forward reads them: after the row has been freed and given out again, or
-    when it gets the prefix cache's slots for its own.
+    when it gets the prefix cache's slots in place of its own.
     """
 
     def __init__(self, *, max_rows: int, max_tokens_per_row: int, new_zeros: NewZeros) -> None:
@@ -113,7 +113,7 @@ class RowColumns:
         assert num_rows == self._num_rows, f"rows are counted wrongly: {self._num_rows} by state, {num_rows} there"
 
     def slots_by_state(self) -> Sequence[int]:
-        """Returns for each state of rows, in the order of LeaseState, how many slots of their own its rows have."""
+        """Returns, for each state in the order of LeaseState, how many slots the rows in this state own."""
         num_own = self.num_slots - self.num_shared
         sums: list[float] = np.bincount(self._states, weights=num_own, minlength=len(_NUMBERS)).tolist()
         return [int(num_slots) for num_slots in sums]

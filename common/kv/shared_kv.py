@@ -27,8 +27,8 @@ class PoolTicket:
     """Says in which slots of the sender's pool a segment's KV lies. Token i lies in slot `slots[i]`.
 
     A slot still has the segment's KV as long as its stamp in the pool is at most `generation`: a pool makes a new and
-    larger stamp each time it gives slots to a row, and `generation` is the newest when the segment was lent.
-    `number` identifies the segment when the receiver gives it back; a pool never uses one twice.
+    larger stamp each time it gives slots to a row, and `generation` is the newest when the segment was lent. `number`
+    identifies the segment when the receiver gives it back; a pool never uses a number twice.
     """
 
     slots: tuple[int, ...]
@@ -67,9 +67,9 @@ class SharedKv:
 class RemoteKv:
     """KV of a segment that must be fetched from another process's memory, for example by NIXL.
 
-    `fetch` does it, and raises PoolLost if it fails. `kv` and `stamps` [N, 2] uint64 are ranges of that memory, each
-    (address, number of bytes). The bytes of all `kv` ranges together are an array of `shape`, [layers, planes, slots,
-    row_bytes]. Those of `stamps` are [slots] uint64.
+    `fetch` fetches it, and raises PoolLost if that fails. `kv` and `stamps` [N, 2] uint64 are ranges of that memory,
+    each (address, number of bytes). The bytes of all `kv` ranges together are an array of `shape`, [layers, planes,
+    slots, row_bytes]. Those of all `stamps` ranges are [slots] uint64.
     """
 
     ticket: PoolTicket
@@ -84,10 +84,10 @@ class RemoteKv:
 
 
 class ReadablePool(Protocol):
-    """The KV pool of another process, from which this process can read. It has the layer groups of both services."""
+    """The KV pool of another process, from which this process can read. Both services have its layer groups."""
 
     secret: bytes
-    """Known to those who can read the pool."""
+    """Only processes that can read the pool know it."""
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keeps the pool readable while the block runs."""
@@ -104,7 +104,7 @@ class PoolLost(Exception):
 
 
 def runs_of(slots: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the slots as ranges of adjacent slots, in order: the first slot of each range, and each length."""
+    """Returns the slots as ranges of adjacent slots, in order: the first slot of each range, and the length of each."""
     numbers = np.array(slots, np.int64)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1)
     return numbers[starts].tolist(), np.diff(starts, append=len(numbers)).tolist()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def run_of(slots: Sequence[int] | NDArray[np.int64]) -> slice | None:
-    """Returns the slots as a slice if they are adjacent and in order, else None. There must be at least one.
+    """Returns the slots as a slice if they are adjacent and in order, else None. `slots` must not be empty.
 
     Copying with a slice is about twice as fast as with an array of indices.
     """

@@ -4,9 +4,9 @@
                                          ▲                      │
                                          └──────── hold ────────┘
 
-A token's slot here is found by its slot in the pool. So rows that share a prefix share its slots here too. When a token
-has left the windows of all rows, its slot is idle: the prefix cache still finds its KV, until another token needs the
-slot. KV is found only once it is there: when its token leaves a window, or `settle` says so.
+A token's slot in this group is found by its slot in the pool. So rows that share a prefix share these slots too. When a
+token has left the windows of all rows, its slot is idle: the prefix cache still finds its KV, until another token needs
+the slot. KV is found only once it is known to be written: when its token leaves a window, or by `settle`.
 
 Each row is promised slots for its window and for the tokens of steps in flight, or for all its tokens if they are
 fewer. Together the promises never exceed the slots, so `extend` always finds one.
@@ -34,8 +34,9 @@ _EVICTED_SHARE = 32
 class WindowKv:
     """The KV of the target's `layers` that attend the same window, and where each token's KV lies.
 
-    `kv` [layers, 2, slots, heads, head_dim]. `req_to_token` [rows, tokens] int64 has the slot of each token in a row's
-    window, and `slot_of` [pool's slots] int64 that of each slot of the pool whose KV a forward in flight writes.
+    `kv` [layers, 2, slots + 1, heads, head_dim]. `req_to_token` [rows, tokens] int64 has the slot in `kv` of each token
+    in a row's window, and `slot_of` [pool's slots + 1] int64 that of each slot of the pool that a forward in flight
+    writes.
     """
 
     kv: Tensor
@@ -51,9 +52,9 @@ class WindowSlots:
     A row writes at most `num_in_flight` tokens past those that are known to be computed. `columns` has the pool's slots
     of each row.
 
-    `table` [rows, tokens] int64 has the slot of each token of each row, and `slot_of` [pool's slots + 1] int64 that of
-    each slot of the pool. Both are on the device. Behind a row's window they are out of date, and nobody reads them;
-    `slot_of` is read for tokens alone that a forward writes.
+    `table` [rows, tokens] int64 has the group's slot of each token of each row, and `slot_of` [pool's slots + 1] int64
+    that of each slot of the pool. Both are on the device. For tokens outside the windows they are out of date, and
+    nobody reads them; `slot_of` is read only for tokens that a forward writes.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class WindowSlots:
         return self.num_slots - self._num_promised
 
     def counts(self) -> PoolCounts:
-        """Returns how many slots rows have in their windows (`running`), and are promised beside these (`reserved`).
+        """Returns how many slots rows have in their windows (`running`), and how many more they are promised
+        (`reserved`).
 
         A slot that rows share counts for each of them. The others are `free`: they may have KV that the prefix cache
         finds.
@@ -111,9 +113,9 @@ class WindowSlots:
         return int(self._missing(rows, num_tokens).sum())
 
     def may_promise(self, num_tokens: int, num_spared: int, *, num_more: int = 0) -> bool:
-        """Whether a new row of `num_tokens` may be promised its slots if `num_more` slots were promised no more.
+        """Whether a new row of `num_tokens` may be promised its slots, if first `num_more` promised slots came back.
 
-        `num_spared` slots must then be left for others, or as many as all rows together may still be promised.
+        Then `num_spared` slots must be left, or as many as all rows may still be promised, if these are fewer.
         """
         needed = min(num_tokens, self.row_slots)
         num_promised = self._num_promised - num_more
@@ -139,7 +141,8 @@ class WindowSlots:
         return missing
 
     def num_usable(self, slots: Slots) -> int:
-        """Returns how much of a cached prefix can be used: the longest part after which a token finds its whole window.
+        """Returns how many tokens of a cached prefix can be used: the most after which the next token finds its whole
+        window.
 
         `slots` [N] are the pool's slots of the prefix.
         """
@@ -149,10 +152,11 @@ class WindowSlots:
         return int(np.flatnonzero(num_before <= np.maximum(lengths - self.window + 1, 0))[-1])
 
     def num_replaceable(self, slots: Slots, num_tokens: int) -> int:
-        """Returns how much of a cached prefix a row of `num_tokens` can use whose window comes from elsewhere.
+        """Returns how many tokens of a cached prefix a row of `num_tokens` can use if it receives all other KV.
 
-        `slots` [N] are the pool's slots of the prefix. What the row's window lacks of it replaces what is here, unless
-        other rows have it in their windows: then only the part before that can be used.
+        `slots` [N] are the pool's slots of the prefix. If the group lacks KV of the row's window, all KV of this window
+        is received anew, unless other rows have some of it in their windows: then only the tokens before the first gap
+        can be used.
         """
         start = self.first_kept(num_tokens)
         places = self._slot_of[slots[start:]]
@@ -167,8 +171,8 @@ class WindowSlots:
     def hold(self, row: int, num_cached: int, *, received: int | None) -> int:
         """Begins the window of a new row whose first `num_cached` tokens are cached in the pool.
 
-        Returns `num_cached` if the window has their KV. Otherwise it comes from elsewhere, like that of the other
-        tokens, and 0 is returned. `received` is the number of all these tokens, and None if nothing comes.
+        Returns `num_cached` if this group has the KV of those in the window. Otherwise returns 0, and that KV must be
+        received too. `received` is the row's number of tokens if KV is received, else None.
         """
         start = max(0, num_cached - self.window + 1) if received is None else self.first_kept(received)
         owners = self._columns.slots[row, start:num_cached]
@@ -184,7 +188,7 @@ class WindowSlots:
         return num_cached
 
     def extend(self, rows: Slots, num_tokens: Slots) -> Slots:
-        """Puts the tokens that follow each row's window into it, up to `num_tokens`. Returns their slots, [N].
+        """Extends each row's window to the row's first `num_tokens` tokens. Returns the new tokens' slots, [N].
 
         Shapes: rows, num_tokens [B]. The rows must be distinct, and the pool must have given them slots for the tokens.
         """
@@ -221,7 +225,7 @@ class WindowSlots:
         self._let_go(slots)
 
     def settle(self, row: int, num_tokens: int) -> None:
-        """Notes that the KV of the row's first `num_tokens` tokens is there."""
+        """Notes that the KV of the row's first `num_tokens` tokens is written."""
         stop = min(num_tokens, int(self._stops[row]))
         self._is_settled[self._slot_of[self._columns.slots[row, self._starts[row] : stop]]] = True
 
@@ -238,10 +242,10 @@ class WindowSlots:
         return bool((self._is_settled[places] | (places == PADDING_SLOT)).all())
 
     def replace(self, row: int, start: int, own: Slots, kept: Slots) -> None:
-        """Gives tokens of a row other slots of the pool. `own` [N] were theirs, from position `start` on, and `kept`
-        [N] take their place.
+        """Notes that the row's tokens from position `start` on have other slots of the pool: `kept` [N] instead of
+        `own` [N].
 
-        Both have KV of the same tokens. Where only `own` has a slot here, `kept` gets it.
+        Both have KV of the same tokens. Where only `own` has a slot in this group, `kept` gets that slot.
         """
         self.inherit(own, kept)
         slots, others = self._slot_of[own], self._slot_of[kept]
@@ -253,7 +257,8 @@ class WindowSlots:
         self._write(np.full(len(positions), row), positions, on_device)
 
     def inherit(self, own: Slots, kept: Slots) -> None:
-        """Gives the slots here of `own` [N] to `kept` [N], where these have no KV here and none is on its way.
+        """Gives this group's slots of `own` [N] to `kept` [N], where `kept` has no KV in this group and none is on its
+        way.
 
         Both are slots of the pool, with KV of the same tokens.
         """
@@ -264,7 +269,7 @@ class WindowSlots:
         self._slot_of[kept], self._owner[slots], self._slot_of[own] = slots, kept, PADDING_SLOT
 
     def drop(self, slots: Slots) -> None:
-        """Frees the slots of tokens whose slots in the pool, `slots` [N], become free."""
+        """Frees this group's slots of tokens whose slots in the pool, `slots` [N], become free."""
         places = self._slot_of[slots]
         self._slot_of[slots] = PADDING_SLOT
         self._give_back(places[places != PADDING_SLOT])
@@ -275,7 +280,7 @@ class WindowSlots:
         return self._slot_of[self._columns.slots[row, positions]]
 
     def check(self, rows: Iterable[int]) -> None:
-        """Checks everything against `rows`, which are those in use, else raises AssertionError. Slow."""
+        """Checks everything against `rows`, all rows in use, else raises AssertionError. Slow."""
         rows = np.array(list(rows), np.int64)
         starts, stops = self._starts[rows], self._stops[rows]
         num_users = np.zeros_like(self._num_users)

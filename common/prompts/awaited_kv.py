@@ -10,7 +10,7 @@ from typing import Protocol
 from common.kv.pool import CacheKey, KvPool
 
 _WORTH_WAITING = 0.25
-"""A prompt waits for another one only if that brings the KV of at least this share of its tokens."""
+"""A prompt waits for another one only if that one brings KV of at least this share of the waiting prompt's tokens."""
 
 
 class KvSource(Protocol):
@@ -54,9 +54,9 @@ def awaited_kv(
     It waits for the source that brings the most KV that the cache lacks now, if that is the KV of at least a quarter of
     the prompt's tokens; if several bring as much, for the first of them. A source whose common KV is in the cache
     already is not waited for. Some sources put all their KV into the cache at their end. Such a source is waited for
-    only if the KV that this prompt saves is at least as much as the KV that it cannot use. All `sources` must hold a
-    row. A waiting prompt holds none, so no two prompts wait for each other. `is_received` is what `KvPool.reserve`
-    takes.
+    only if the KV that this prompt saves is at least as much as the source's KV that it cannot use. All `sources` must
+    hold a row. A waiting prompt holds none, so no two prompts wait for each other. `is_received` is that of
+    `KvPool.reserve`.
     """
     if key is None:
         return None

@@ -101,7 +101,7 @@ class Chunk(Generic[PromptT]):
 
     @property
     def scored_ids(self) -> NDArray[np.int64]:
-        """The prompt tokens whose log-probabilities are wanted and follow from this chunk. Shape: [num_scored]."""
+        """The prompt tokens whose log-probabilities this chunk's logits give. Shape: [num_scored]."""
         return self.prompt.token_ids[self.start + 1 : self.start + 1 + self.num_scored]
 
     def next_ids(self, num_ahead: int) -> NDArray[np.int64]:
@@ -154,8 +154,8 @@ class ChunkBatch(Generic[PromptT]):
     which are the prompts' lengths. `scored_ids` [S] int64 are the prompt tokens whose log-probabilities are wanted, in
     the order of the chunks, or None if there are none. The forward gives R + S logits: those from which the first
     tokens are drawn, then those that score `scored_ids`. `next_tokens` gives the draft head the tokens that follow each
-    token. Past a prompt's end they are 0; the forward fills in the first token when it is drawn. `masks` are those of
-    the draws whose tokens grammars constrain, as `draw` takes them, or None if none is constrained.
+    token. Past a prompt's end they are 0; the forward fills in the first token when it is drawn. `masks` has a mask for
+    each constrained first token, as `draw` takes them, or is None if none is constrained.
     """
 
     chunks: tuple[Chunk[PromptT], ...]
@@ -247,7 +247,8 @@ class ChunkBatch(Generic[PromptT]):
     def prompt_logprobs(self, scores: Scores) -> Iterator[tuple[PromptT, PromptLogprobs]]:
         """Yields the prompts of which tokens were scored, each with its log-probabilities.
 
-        `scores` are those of `scored_ids`, on the host. What is yielded are copies, which keep no more of them alive.
+        `scores` are those of `scored_ids`, on the host. The log-probabilities are copies, so they do not keep all of
+        `scores` alive.
         """
         on_host = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_values)
         logprobs, ranks, top_ids, top_values = (column.numpy() for column in on_host)

@@ -2,8 +2,8 @@
 
 cut ──▶ chunks ──launch──▶ ChunksInFlight ──its end, taken──▶ EndedChunks: first tokens, log-probabilities, failures
 
-Who calls it decides in which order prompts are computed, how many forwards are in flight, how to wait for them, and
-where first tokens and KV go.
+The caller decides in which order prompts are computed, how many forwards are in flight, how to wait for them, and where
+first tokens and KV go.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class FirstTokens(Generic[PromptT]):
 
 @dataclass(frozen=True, slots=True)
 class FailedPrompt(Generic[PromptT]):
-    """A prompt that cannot be computed on, and why. If `is_retryable`, it may succeed when it is computed anew."""
+    """A prompt that cannot be computed further, and why. If `is_retryable`, it may succeed when it is computed anew."""
 
     prompt: PromptT
     reason: RowFailure
@@ -105,7 +105,7 @@ class FailedPrompt(Generic[PromptT]):
 @dataclass(frozen=True, slots=True)
 class EndedChunks(Generic[PromptT]):
     """What a forward has brought for the prompts that still want it: the KV of `chunks`, log-probabilities of their
-    tokens, and the first tokens of those whose last chunk it computed. `failed` are the prompts that end here.
+    tokens, and the first tokens of those whose last chunk it computed. `failed` are the prompts that have failed.
     """
 
     chunks: Sequence[Chunk[PromptT]] = ()
@@ -153,7 +153,7 @@ class PromptChunks(Generic[PromptT]):
 
     def cut(self, prompts: Sequence[PromptT]) -> list[Chunk[PromptT]]:
         """Returns the next chunks of `prompts`, in this order, as far as one forward has room. A last chunk has a token
-        for every layer of the draft head.
+        for each layer of the draft head, or is the whole prompt.
         """
         return cut_chunks(
             prompts,
@@ -181,7 +181,7 @@ class PromptChunks(Generic[PromptT]):
         self._stream.wait(self._device.schedule_stream.record())
         if starts := [chunk.prompt.row_start for chunk in chunks if chunk.is_first]:
             self._stream.enqueue(partial(self._sampling_state.reset, starts), scope)
-        self._use_until(NOT_YET, chunks)  # while they are launched, what has ended may give its KV to the cache
+        self._use_until(NOT_YET, chunks)  # while these are launched, ended chunks may give their KV to the cache
         launched = self.worker.forward(batch, scope, layers_per_event=layers_per_event, meanwhile=meanwhile)
         in_flight = ChunksInFlight(batch, launched, self._stream.record(scope))
         self._use_until(in_flight.end, chunks)
@@ -230,7 +230,9 @@ class PromptChunks(Generic[PromptT]):
 
 
 def _failure_of(prompt: PromptT, *, is_invalid: bool) -> FailedPrompt[PromptT] | None:
-    """Returns why the prompt has no first token, or None if it has one. `is_invalid` says that none was drawn."""
+    """Returns why the prompt has no first token, or None if it has one. `is_invalid` says that no valid token was
+    drawn.
+    """
     if prompt.matcher is not None and prompt.matcher.failure:
         why = prompt.sampling.constraint_error(prompt.matcher.failure).message
         return FailedPrompt(prompt, RowFailure.CONSTRAINT, why, is_retryable=False)

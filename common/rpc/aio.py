@@ -3,12 +3,12 @@
 grpc.aio's thread writes a byte to a socket for each operation that completes (a message written, a message read), and
 the loop's callback reads one byte and then handles all that have completed. So with asyncio's own loop each completion
 costs a whole iteration of the loop, and a loop with long iterations falls behind: when some 280 bytes lie in the
-socket, gRPC's thread waits, and from then on one operation completes in each iteration. `EventLoop` handles all whose
-bytes lie there in one iteration. (Seen with grpcio 1.85.)
+socket, gRPC's thread waits, and from then on one operation completes in each iteration. `EventLoop` handles in one
+iteration all operations whose bytes lie there. (Seen with grpcio 1.85.)
 
 grpcio never frees the message that arrives for a read whose task was cancelled (grpc/grpc#43360): in the decode service
-up to a whole frame of KV for each call that is broken off. So whoever is cancelled lets the read go on (`whole_read`),
-and ends the call; that ends the read.
+up to a whole frame of KV for each call that is broken off. So a cancelled task lets the read go on (`whole_read`), and
+ends the call; that ends the read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_BYTES = 1 << 16
 
 
 class EventLoop(asyncio.SelectorEventLoop):
-    """asyncio's loop, but for sockets by which gRPC wakes it."""
+    """asyncio's loop, except for the sockets by which gRPC wakes it."""
 
     def add_reader(self, fd: Any, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         if isinstance(fd, socket.socket) and _is_grpcs(callback):
@@ -51,8 +51,8 @@ def _is_grpcs(callback: Callable[..., Any]) -> bool:
 def _handle_each(wakes: socket.socket, handle: Callable[[], Any]) -> None:
     """Calls `handle`, which reads one byte and handles what has completed by then, once for each byte that has come.
 
-    Each loop of a process that uses gRPC is woken by the same socket, so another loop may have taken bytes, and handled
-    what they stood for, since this one was told of them. No byte is read here: one that stands for what completes
+    All loops of a process that use gRPC are woken by the same socket. So another loop may have read bytes that this one
+    was told of, and handled their operations. No byte is read here, because the byte of an operation that completes
     meanwhile would be lost.
     """
     with suppress(BlockingIOError):
@@ -61,8 +61,8 @@ def _handle_each(wakes: socket.socket, handle: Callable[[], Any]) -> None:
 
 
 def begin_read(reading: Awaitable[T]) -> asyncio.Future[T]:
-    """Starts `reading`, a read of a grpc.aio stream, and returns its future. If nobody waits for it any more, it ends
-    with its call, and its error is not reported.
+    """Starts `reading`, a read of a grpc.aio stream, and returns its future. If nobody waits for the future any more,
+    the read ends with its call, and its error is not reported.
     """
     future = asyncio.ensure_future(reading)
     future.add_done_callback(_retrieve_error)
@@ -75,6 +75,6 @@ async def whole_read(reading: Awaitable[T]) -> T:
 
 
 def _retrieve_error(future: asyncio.Future[T]) -> None:
-    """Retrieves the error of an ended read, because asyncio reports those that nobody retrieved."""
+    """Retrieves the error of an ended read, because asyncio reports errors that nobody retrieved."""
     if not future.cancelled():
         future.exception()

@@ -83,7 +83,7 @@ class FairPlaces:
         return self._clock()
 
     def give_back(self, client: str, taken_s: float) -> None:
-        """Gives back a place of `client`. `taken_s` is the result of `take`."""
+        """Gives back a place of `client`. `taken_s` is what `take` or `hand_over` returned."""
         self._num_held -= 1
         self._held[client] -= 1
         if not self._held[client]:
@@ -134,7 +134,7 @@ class NoRoom(Exception):
 class FairBytes:
     """Lends up to `max_bytes` to clients, which are identified by name. Call it from one thread only.
 
-    One client may have half of them. A request for more than that counts as half.
+    One client may hold at most half of them. A request for more than half takes half.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -36,7 +36,7 @@ def require(condition: bool, field: str, message: str) -> None:
 
 
 def require_at_most(limit: int, field: str, number: int) -> None:
-    """Raises ProtocolError for `field` if `number`, that of its entries, is more than `limit`."""
+    """Raises ProtocolError if `field` has more than `limit` entries. `number` says how many it has."""
     require(number <= limit, field, f"has {number}, more than {limit}")
 
 

@@ -43,8 +43,8 @@ def look_up(host: str, port: int) -> tuple[str, ...]:
 def read_addresses(path: Path) -> tuple[str, ...]:
     """Returns the addresses in a file that lists one HOST:PORT a line, with numeric hosts. It blocks.
 
-    Blank lines are skipped. Raises OSError if the file cannot be read, lists no address or something that is none, is
-    larger than 64 KiB, or does not end with the end of a line, as a file that is only half written.
+    Blank lines are skipped. Raises OSError if the file cannot be read, lists no address or something that is no
+    address, is larger than 64 KiB, or does not end with a line end, as a half-written file.
     """
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
@@ -69,8 +69,8 @@ class LookUps:
     """The look-ups of one name: one at a time, each on a thread of its own, because it may block for long.
 
     `found` has the addresses of the last successful look-up, also while later ones fail. `error` says why the last
-    look-up failed, and is "" if it did not. Each look-up calls `hand_over` on its thread, with a function to be called
-    where this object may be changed.
+    look-up failed, and is "" if it did not. Each look-up's thread passes `hand_over` a function that updates this
+    object, to be called where that is safe.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class LookedUpName(LookUps):
     async def refresh(self) -> None:
         """Looks up the name and updates `found` and `error`. Takes at most `timeout_s`. Raises only CancelledError.
 
-        If the last look-up took too long, this is the same one, so that there are never two.
+        If the last look-up has not ended, waits for that one, so that there are never two.
         """
         self._loop = asyncio.get_running_loop()
         if not self._has_answered.is_set():

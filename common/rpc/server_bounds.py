@@ -27,7 +27,7 @@ ClientOf = Callable[[Context], str]
 
 _WATCH = "/grpc.health.v1.Health/Watch"
 MAX_REQUEST_FIELDS = 16_384
-"""The most protobuf fields of a request; each message of a chat is a few.
+"""The most protobuf fields of a request; each message of a chat has a few.
 
 Without this limit, as many empty fields as fit into 4 MiB would take a third of a second to parse.
 """
@@ -123,10 +123,10 @@ class StreamLimit(grpc.aio.ServerInterceptor):
 
 
 async def _begin(context: Context) -> None:
-    """Sends the head of an answer before its first message, which tells the client that this service is there.
+    """Sends an answer's initial metadata before its first message, which tells the client that this service is there.
 
-    gRPC would send both at once, and a status that comes while they wait for a reader would send the head again, which
-    gRPC refuses: the stream would stay open without a status.
+    gRPC would send both at once, and a status that comes while they wait for a reader would send the metadata again,
+    which gRPC refuses: the stream would stay open without a status.
     """
     await context.send_initial_metadata(())
 

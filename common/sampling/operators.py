@@ -95,12 +95,11 @@ def draw(
 ) -> Sampled:
     """Draws each row's token at its position, without counting it as output.
 
-    Shapes: logits [B, vocab] float32 (may be overwritten), rows and positions [B] int64. `rows` are
-    the entries' pool rows. A position is the drawn token's own index in the sequence. Penalties count `ancestors`, the
-    drafts before the token, as output. `masks` [C, words] int32 has the tokens that grammars allow the C entries in
-    `batch.constrained`: bit t % 32 of word t // 32 is that of token t. None means that no entry has one. `found` is the
-    largest logit of each row, or None if it is not known. PyTorch's operators take the tokens from it if
-    `batch.is_greedy`.
+    Shapes: logits [B, vocab] float32 (may be overwritten), rows and positions [B] int64. `rows` are the entries' pool
+    rows. A position is the drawn token's own index in the sequence. Penalties count `ancestors`, the drafts before the
+    token, as output. `masks` [C, words] int32 has the tokens that grammars allow the C entries in `batch.constrained`:
+    bit t % 32 of word t // 32 is that of token t. None means that no entry has a mask. `found` is the largest logit of
+    each row, or None if it is not known. PyTorch's operators take the tokens from it if `batch.is_greedy`.
     """
     if state.kernels is not None:
         return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, ancestors, masks=masks)
@@ -304,8 +303,8 @@ def _truncate(scaled: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
     """Drops the tokens that options such as top_k exclude, from logits [W, vocab] that were divided by the
     temperature.
 
-    Returns the logits with -inf for dropped tokens. `rows` [W] are the rows in the pool.
-    Of equal logits the one with the lower id is kept.
+    Returns the logits with -inf for dropped tokens. `rows` [W] are the rows in the pool. Among equal logits, lower ids
+    are kept first.
     """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
@@ -385,7 +384,9 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def mix32(x: Tensor) -> Tensor:
-    """Mixes the bits of 32-bit integers (any shape): each result depends on all bits of its number, one to one."""
+    """Mixes the bits of 32-bit integers (any shape): each result depends on all bits of its integer, and the mapping is
+    one-to-one.
+    """
     x = (x ^ _shift_right(x, 16, 32)).mul_(_MIX32_A)
     x ^= _shift_right(x, 15, 32)
     x = x.mul_(_MIX32_B)

@@ -52,13 +52,14 @@ def _number(default: float, *, low: float, high: float, is_low_open: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
-    """The sampling parameters that both engines use. Stop strings are handled before, by the decode service's edge.
+    """The sampling parameters that both engines use. Stop strings are not among them: the decode service's edge handles
+    these.
 
     `seed` is an unsigned 64-bit number; the edge draws one if the request has none. `eos_token_ids` is empty if EOS is
     ignored. `num_logprobs` is None without logprobs, else the number of top entries besides the chosen token.
     `num_prompt_logprobs` is the same for the tokens of the prompt. With `max_tokens` 0 only the prompt is computed.
-    `logit_bias` holds (token id, value) pairs in ascending order of id. With `reasoning`, the `grammar` is that of the
-    answer after it.
+    `logit_bias` holds (token id, value) pairs in ascending order of id. With `reasoning`, `grammar` applies only to the
+    answer after the reasoning.
     """
 
     seed: int
@@ -88,7 +89,7 @@ class ResolvedSampling:
 
     @property
     def constraint_field(self) -> str:
-        """The request's field that constrains its output, which errors name. If several do, it is the grammar's."""
+        """The name, for errors, of the request's field that constrains its output: the grammar's, if several do."""
         constraint = self.grammar or self.token_rules
         return "sampling.reasoning" if constraint is None else constraint.request_field
 

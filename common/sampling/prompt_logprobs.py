@@ -12,7 +12,7 @@ _TOKEN_BYTES = _TOP_BYTES = 4 + 8
 
 
 def num_bytes_of(num_tokens: int, num_top: int) -> int:
-    """Returns how many bytes the PromptLogprobs of so many tokens take."""
+    """Returns how many bytes PromptLogprobs of `num_tokens` tokens with `num_top` top tokens each take."""
     return num_tokens * (_TOKEN_BYTES + num_top * _TOP_BYTES)
 
 
@@ -20,8 +20,9 @@ def num_bytes_of(num_tokens: int, num_top: int) -> int:
 class PromptLogprobs:
     """Log-probabilities of N tokens of a prompt, from position `start` on, under the model's unmodified distribution.
 
-    `logprobs` [N] float32 and `ranks` [N] int64 are those of the prompt's own tokens; the most likely token of a place
-    has rank 1. `top_ids` [N, k] int64 and `top_values` [N, k] float32 are the most likely tokens of each place.
+    `logprobs` [N] float32 and `ranks` [N] int64 are those of the prompt's own tokens; the most likely token at a
+    position has rank 1. `top_ids` [N, k] int64 and `top_values` [N, k] float32 are the most likely tokens at each
+    position.
     """
 
     start: int

@@ -73,7 +73,7 @@ class DrawKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """What a request brings when it enters pool row `row`: how its tokens are sampled, and which it has.
+    """What a request brings when it enters pool row `row`: how its tokens are sampled, and the tokens that it has.
 
     The first `prompt_len` of `token_ids` are the prompt. Those after it are output that the request has already.
     """
@@ -92,9 +92,8 @@ class SamplingState:
     column of a table that holds all parameters of its dtype, so its numbers are not contiguous. `floats` holds the
     columns of FLOAT_OPTIONS by name, and `seed` the seeds of the rows' random numbers. Bias and end ids are padded to
     fixed widths: a padded bias adds 0 to token 0, a padded end id repeats the first. `num_bias` and `num_ends` count
-    the entries that are not padding.
-    Parts of a row that its request does not use may hold an earlier request's values. Tokens are drawn by `kernels`, or
-    by PyTorch's operators if `kernels` is None.
+    the entries that are not padding. Parts of a row that its request does not use may hold an earlier request's values.
+    Tokens are drawn by `kernels`, or by PyTorch's operators if `kernels` is None.
     """
 
     def __init__(
@@ -181,8 +180,8 @@ class SamplingState:
 
 
 _COOLEST = 1e-3
-"""The smallest temperature that is computed with. With less, logits / temperature overflow float16, and tokens equal
-greedy's.
+"""The smallest temperature that is computed with. Below it, tokens equal greedy's, and logits / temperature may
+overflow.
 """
 FLOAT_OPTIONS = tuple(name for name, option in NUMBER_OPTIONS.items() if option.kind is float)
 """The names of the columns in `SamplingState.floats`, in order."""

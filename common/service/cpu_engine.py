@@ -1,7 +1,7 @@
 """The compiled inference engine for CPUs, `baton_cpu`. Only this module imports it, and services pass it on.
 
-Each room says what it calls of the engine: attention, models, draft heads and ranks. CpuEngine has all of it. If
-`baton_cpu` or numba is not installed, models run on PyTorch's operators: slower, and with the same tokens.
+The folders `attention`, `model`, `draft` and `ranks` each declare what they call of the engine. CpuEngine has all of
+it. If `baton_cpu` or numba is not installed, models run on PyTorch's operators: slower, and with the same tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class CpuEngine(HeadEngine, ModelEngine, RankEngine, Protocol):
     """The compiled engine, for models whose tensors are on the CPU."""
 
     def keep_kernels(self, directory: Path | None, log: Any = ...) -> None:
-        """Does what ModelEngine says. `log`, a structlog logger, is told of files that cannot be read or written."""
+        """Does what `ModelEngine.keep_kernels` says. `log`, a structlog logger, is told of files that cannot be read or
+        written.
+        """
 
     def fuse(
         self,

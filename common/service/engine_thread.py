@@ -34,8 +34,8 @@ _log = structlog.get_logger(__name__)
 
 
 class Engine(Protocol[_CommandT_contra, _EventT_co]):
-    """An engine that is driven by steps. A step is synchronous and uses no network, and the wall
-    clock only for deadlines.
+    """An engine that is driven by steps. A step is synchronous. It uses no network, and the wall clock only for
+    deadlines.
     """
 
     def step(self, commands: Sequence[_CommandT_contra]) -> Sequence[_EventT_co]:

@@ -1,7 +1,7 @@
 """The life of a service: it starts, serves, drains and ends.
 
     serve ─builds─▶ EngineInbox ◀─ edge ◀─ engine ◀─ EngineThread ─┐
-                                    └─────────── FrontServer ───────────┼─▶ ServiceLife.run
+                                    └─────────── FrontServer ──────┼─▶ ServiceLife.run
                                                        Watchdog ───┘
 
 `ServiceLife.run` is the one place that defines in which order the parts start and stop, and why.
@@ -103,10 +103,10 @@ class ServiceLife:
         """Serves until `terminated` is set, then lets open requests end within the grace period.
 
         `terminated` is set by SIGTERM or SIGINT, or when the process changes its role. Calls `on_serving` once the
-        server listens, unless `terminated` is set by then. If it is set before, the server does not listen at all.
-        If the engine is lost, `run` fails everything that is open and sets `terminated` itself. Raises EngineLost if
-        the engine died or hangs, ConfigError if the server cannot listen on its address. Whatever it raises, nothing
-        that it started is left, except a lost engine.
+        server listens, unless `terminated` is set by then. If `terminated` is set before the server starts, it does not
+        listen at all. If the engine is lost, `run` fails everything that is open and sets `terminated` itself. Raises
+        EngineLost if the engine died or hangs, ConfigError if the server cannot listen on its address. Whatever it
+        raises, nothing that it started is left, except a lost engine.
         """
         # First, so that metrics say "not ready" while the rest starts.
         self._watch_metrics()
@@ -160,8 +160,8 @@ class ServiceLife:
         await self._stop_engine()
 
     async def _stop_all(self) -> None:
-        """Stops a service that has not begun to serve, in the order in which one that serves stops. Some of its parts
-        may not have started. Each part is stopped, even if one before it raises.
+        """Stops a service that has not begun to serve, in the order of a serving one. Some of its parts may not have
+        started. Each part is stopped, even if one before it raises.
         """
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._stop_engine)

@@ -48,7 +48,7 @@ class Process:
     """The parts that a service is built from: the loaded models and their device, its metrics and its tracer.
 
     `instance_id` is new for each start of the process and each change of its role, so that others notice. `switch` says
-    when the service leaves. The service calls `on_serving` once its clients are answered.
+    when the service leaves. The service calls `on_serving` once it answers clients.
     """
 
     instance_id: str
@@ -149,9 +149,9 @@ async def serve_roles(
 ) -> None:
     """Serves in the first role of `parts`, then in the one that is ordered, and so on, until SIGTERM or SIGINT.
 
-    If a role cannot begin, the process goes back to the one before. Raises what ends a service that has begun, and what
-    keeps a role from beginning if there is none to go back to. `instance_id` is that of the first role. `on_role` is
-    called before each later one begins, with its instance id.
+    If a role cannot begin, the process goes back to the one before. Raises the error that ends a service that has
+    begun, or keeps a role from beginning if there is none to go back to. `instance_id` is that of the first role.
+    `on_role` is called before each later role begins, with its part and instance id.
     """
     switch = RoleSwitch(tuple(parts))
     turn = _RoleTurn(parts[switch.role], instance_id, runtime)
@@ -171,14 +171,16 @@ async def serve_roles(
 
 
 def _free() -> None:
-    """Frees the memory of a role that has ended. Its parts refer to each other, so nothing but this frees them now."""
+    """Frees the memory of a role that has ended. Its parts refer to each other, so only a garbage collection frees
+    them.
+    """
     gc.collect()
     return_freed_memory()
 
 
 @dataclass(frozen=True, slots=True)
 class _RoleTurn:
-    """One turn of a process in a role. `runtime` is the one that was opened.
+    """One turn of a process in a role. `runtime` is that of `open_runtime`.
 
     `before` is the part to go back to if this one cannot begin, None if there is none. `failure` says why the process
     has gone back to this role, if it has.

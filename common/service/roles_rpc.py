@@ -1,6 +1,6 @@
 """The Roles service: callers ask which role a process has, or order it to change.
 
-It is apart from roles.py, which a process imports before its settings are read: gRPC is imported after that.
+It is not in roles.py, because a process imports that file before it reads its settings, and gRPC only afterwards.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Runtime:
         """Returns the number of rows and tokens of the KV pool, and logs them.
 
         `beside` is the memory that the service needs besides the pool. A row gets slots for `tokens_ahead` more tokens
-        than a request may have, and `num_in_flight` is what KvPool takes. Raises StartupError if memory is short.
+        than a request may have, and `num_in_flight` is that of KvPool. Raises StartupError if memory is short.
         """
         memory = self.device.memory()
         if memory is not None and self.ranks is not None:
@@ -181,10 +181,10 @@ class Runtime:
             self.beside_roles.start(self.fusing)
 
     def in_role(self, settings: ServiceSettings) -> Runtime:
-        """Returns the runtime for the next role of this process, which `settings` describe. `leave_role` comes first.
+        """Returns the runtime for the next role of this process, which `settings` describe. Call `leave_role` first.
 
-        It has a device of its own, since an engine closes its device's streams, and the number of threads is the
-        role's.
+        The result has a device of its own, since an engine closes its device's streams, and the role's number of
+        threads.
         """
         device = open_device(settings.device, num_threads=_num_stream_threads(settings), timeline=self.timeline)
         return replace(self, device=device, beside=WorkBeside())
@@ -224,7 +224,7 @@ class CommonConfig(TypedDict):
 
 
 def common_config(settings: ServiceSettings) -> CommonConfig:
-    """Returns what the settings tell engines of both kinds."""
+    """Returns the options of both engines, as the settings say."""
     return CommonConfig(
         overlap=settings.uses(FastPath.OVERLAP),
         prefix_cache=settings.uses(FastPath.PREFIX_CACHE),
@@ -255,8 +255,8 @@ def memory_beside(
     `step` returns the largest step for a number of rows.
 
     On a GPU the peak includes the partial results of attention, and `staged_bytes` for KV in transfer. With ranks that
-    have KV of their own it includes the token tables that they are sent: a recorded step sends the whole width of them.
-    A row has slots for `tokens_ahead` more tokens than a request may have.
+    have KV of their own it includes the token tables that are sent to them, at full width, as a recorded step sends
+    them. A row has slots for `tokens_ahead` more tokens than a request may have.
     """
     model = runtime.model
     num_entries = (model.max_context_tokens + tokens_ahead) * (1 + len(model.windows))

@@ -48,10 +48,10 @@ _log = structlog.get_logger(__name__)
 class ServerLimits:
     """The bounds on what clients may use.
 
-    `max_streams` is the number of open streams of each method, for all clients together, `max_watches_per_host` that of
-    a host's watches of health. A unary call's request must
-    arrive within `request_timeout_s`, a handshake must end within `handshake_timeout_s`. A connection without a call is
-    closed after `idle_timeout_s`, one with calls is replaced after `connection_age_s` (None: never).
+    All clients together may open `max_streams` streams of each method, and a host `max_watches_per_host` watches of
+    health. A call's only request must arrive within `request_timeout_s`, and a handshake must end within
+    `handshake_timeout_s`. A connection without a call is closed after `idle_timeout_s`. After `connection_age_s` (None:
+    never) a client is asked to connect again.
     """
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -94,8 +94,8 @@ class FrontServer(ABC):
         on_ready: Callable[[], None] = lambda: None,
         interval_s: float = READINESS_INTERVAL_S,
     ) -> None:
-        """Polls `is_ready` and sets the server's readiness accordingly, until cancelled. Calls `on_ready` once, the
-        first time.
+        """Polls `is_ready` and sets the server's readiness accordingly, until cancelled. Calls `on_ready` once, when
+        first ready.
         """
         while not is_ready():
             await self.set_ready(False)

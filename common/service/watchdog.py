@@ -140,7 +140,7 @@ class Watchdog:
         on_lost(self._lost)
 
     def _signs(self, streams: Sequence[StreamProgress]) -> Iterator[_Sign]:
-        """Returns the state of each stream, and of the engine's step.
+        """Yields the state of each stream, and of the engine's step.
 
         A layer that the model begins counts as progress of the compute streams, but not of other streams, since a copy
         may hang while the model runs. The step may wait for any stream, so any stream's progress counts as the step's.

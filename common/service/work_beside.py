@@ -104,8 +104,8 @@ def new_fusing(
 ) -> Work | None:
     """Returns the background work that compiles each forward of `model` and `draft` into one program.
 
-    It calls `CpuEngine.fuse`, which explains the other arguments. An error is logged, and PyTorch's operators then go
-    on to compute the forwards. Returns None if the model cannot be compiled.
+    It calls `CpuEngine.fuse`, which explains the other arguments. An error is logged, and the model runs on as before.
+    Returns None if the model cannot be compiled.
     """
     if model.new_decoder is None:
         if draft is not None:

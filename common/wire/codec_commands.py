@@ -65,7 +65,7 @@ class PrefillBatch:
 
     If the receiver cannot decode a row, `rows` has a RowFailed in its place, and the other rows are prefilled.
     `pool_secret` is what the decode service has read at the start of the prefill service's KV pool, which proves that
-    it can read there. It is empty if it cannot.
+    it can read there; empty if it cannot.
     """
 
     fingerprint: Fingerprint

@@ -1,4 +1,4 @@
-"""The message of a fingerprint. Whoever computes a fingerprint needs no gRPC, so this is a file of its own."""
+"""Encodes and decodes a fingerprint's message. Computing one needs no gRPC, so this is a file of its own."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ NO_SPECULATION = "none"
 class Fingerprint:
     """Everything about a service that decides the values and the layout of its KV.
 
-    Services with equal fingerprints can exchange KV. A limit of the context length is not part of it and may differ,
-    unless it decides how a model rotates: then `config_digest` names the rotation. `dtype` is that of the weights.
+    Services with equal fingerprints can exchange KV. The limit of the context length is not part of it and may differ,
+    unless it decides the rotary embedding: then `config_digest` names the rotation. `dtype` is that of the weights.
     """
 
     config_digest: str

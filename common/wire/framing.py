@@ -29,8 +29,8 @@ _TRAILER_BYTES = prefill_pb2.HandoffTrailer(payload_bytes=0, crc32c=0).ByteSize(
 _ROOM_BYTES = 64
 """Bytes reserved after the payload for the message and the trailer, which take some 50 in a segment.
 
-If they take more, the payload is copied once. The unused rest goes back to the allocator. It must be smaller than the
-allocator's smallest block: else the freed memory of one frame does not fit the next one.
+If they take more, the payload is copied once. The unused rest goes back to the allocator. This rest must be smaller
+than the allocator's smallest block: else the freed memory of one frame does not fit the next one.
 """
 
 
@@ -91,7 +91,7 @@ def unseal(kind: type[MessageT], data: bytes, *, most_fields: int) -> tuple[Mess
     If the checksum is wrong, the message is parsed only to read its protocol version. Raises ProtocolError, which names
     the field, if the bytes are damaged or the message has more than `most_fields` fields (then it is not parsed).
     Raises FingerprintMismatch if the message names another protocol version, even if the checksum is wrong, because
-    that version may compute it differently.
+    that version may compute checksums differently.
     """
     trailer = _trailer(data)
     if trailer is None:

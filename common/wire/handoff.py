@@ -52,16 +52,16 @@ class HandoffRow:
     """One sequence to prefill. `token_ids` from `prompt_len` on are output tokens of an earlier run of the request.
 
     There are such tokens if the decode engine gave up the request's KV (a retraction) or the client resumed the request
-    after its stream had broken. `attempt` is the number of the request's handoff, counted from 0. `num_held_tokens`
-    has a pair (layer group, n) for each group: the decode engine has the KV of the first n tokens already, and it is
-    not sent. n is less than the number of tokens, and the same for all groups, except that it may be 0 for a group with
-    a window. If it has none, there are no pairs. With `max_tokens` 0 the decode engine needs no KV, and n may be the
-    number of tokens.
+    after its stream had broken. `attempt` is the number of the request's handoff, counted from 0. `num_held_tokens` has
+    a pair (layer group, n) for each group: the decode engine has the KV of the first n tokens already, and it is not
+    sent. n is less than the number of tokens, and the same for all groups, except that it may be 0 for a group with a
+    window. If the engine has no KV, there are no pairs. With `max_tokens` 0 the decode engine needs no KV, and n may be
+    the number of tokens.
 
     `cache_salt` names the namespace of the prefix cache that the row uses; "" is the common one. If it is None, the row
-    neither uses cached KV nor leaves any. `priority` is what the request's had become by waiting until the handoff.
-    `client` names who shares the services with others. `time_left_ms` is what was left until the request's deadline
-    when the row was sent, 0 if there is none: the services' clocks need not agree.
+    neither uses cached KV nor leaves any. `priority` is the request's priority at the handoff, which waiting may have
+    improved. `client` names the client, for fairness. `time_left_ms` is the time left until the request's deadline when
+    the row was sent, 0 if there is none: the services' clocks need not agree.
     """
 
     request_id: str
@@ -81,7 +81,7 @@ class HandoffRow:
     def num_held(self) -> int:
         """The number of the row's first tokens whose KV is not sent, because the decode engine has it.
 
-        It may have none of a group with a window: see `num_held_of`.
+        The engine may lack it for a group with a window: see `num_held_of`.
         """
         return max((num_tokens for _, num_tokens in self.num_held_tokens), default=0)
 
@@ -155,8 +155,8 @@ class PrebuiltBatch:
 class RowLogprobs:
     """Log-probabilities of the next prompt tokens of a row that asks for them.
 
-    The first of a row begins at position 1, because nothing comes before the token at 0. All come before the row's
-    PrebuiltBatch entry.
+    A row's first RowLogprobs begins at position 1, because nothing comes before the token at 0. A row's PrebuiltBatch
+    entry follows its last RowLogprobs.
     """
 
     row: int

@@ -1,4 +1,4 @@
-"""Builds what serves the decode service's clients, in the engine's process or in one of its own, and the response of
+"""Builds what serves the decode service's clients, in the engine's process or in a separate one, and the response of
 GetModelInfo, which does not change during the process's life.
 
 gRPC server ─▶ InferenceServicer ─▶ LiveRequests ─post─▶ EnginePort
@@ -48,10 +48,10 @@ CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgePlan:
-    """The parts that an edge is built from, besides its engine. They can be sent to another process.
+    """What an edge is built from, besides its engine. It can be sent to another process.
 
-    At most `max_live` requests are live, whose prompts' log-probabilities take at most `max_prompt_logprob_bytes`. If
-    the server `shares_port`, other edges listen on it too.
+    At most `max_live` requests are live, and the log-probabilities of their prompts take at most
+    `max_prompt_logprob_bytes`. If the server `shares_port`, other edges listen on it too.
     """
 
     settings: DecodeSettings
@@ -66,7 +66,7 @@ class EdgePlan:
 
 @dataclass(frozen=True, slots=True)
 class OpenedEdge:
-    """The server has not started yet."""
+    """An edge whose server has not started yet."""
 
     live_requests: LiveRequests
     server: ServiceServer
@@ -86,8 +86,8 @@ async def opened_edge(
     timeline: Timeline,
     other_timeline: OtherTimeline | None = None,
 ) -> AsyncIterator[OpenedEdge]:
-    """Yields an edge in front of `engine`. `new_matchers` gets what runs work on the edge's threads. The
-    `other_timeline` is the one of the engine's process, if that is another one.
+    """Yields an edge of `engine`. `new_matchers` gets the function that runs work on the edge's threads.
+    `other_timeline` is the timeline of the engine's process, if that is another process.
     """
     settings = plan.settings
     observer = RequestObserver(RequestMetrics(registry, finish_reasons=FinishReason, grammar_kinds=GrammarKind))
@@ -172,8 +172,8 @@ def model_info(
 
 
 def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:
-    """Returns the form in which the model writes reasoning and calls: the configured one, or else the one that its chat
-    template shows.
+    """Returns the form in which the model writes reasoning and tool calls: the configured one, or else the one that its
+    chat template shows.
     """
     if settings.output_format != "auto":
         return FORMATS[settings.output_format]

@@ -94,8 +94,9 @@ class EventRouter:
 
     The engine's thread calls `deliver` and `on_death`; everything else runs on `loop`. The loop takes all events that
     wait in one call, and then does its other work before it takes more: so an engine that is faster than the loop
-    leaves it time to write to clients. An engine that is ahead by `MAX_AHEAD` batches of events waits a moment for the
-    loop: what it computes meanwhile would reach clients no earlier. Events are dropped when the loop is closed.
+    leaves it time to write to clients. An engine that is ahead by `MAX_AHEAD` batches of events waits for the loop, at
+    most PATIENCE_S: what it computed meanwhile would reach clients no earlier. Events are dropped when the loop is
+    closed.
     """
 
     def __init__(
@@ -155,10 +156,9 @@ class EventRouter:
 class UnreadEvents:
     """Collects the engine's events until the edge takes them.
 
-    An edge that is slower than the engine takes the tokens of several steps at once, which costs it little more than
-    those of one. So what waits here is at most the output of the live requests. All events keep their
-    order, but the tokens of all requests come together: after other events that are taken with them, and before the
-    ends of requests.
+    An edge that is slower than the engine takes the tokens of several steps at once, which costs little more than
+    taking one step's. So at most the live requests' output waits here. Events keep their order, except that all tokens
+    are merged into one event, which comes after the other events and before the ends of requests.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class UnreadEvents:
 
 
 def _merged(tokens: dict[str, tuple[list[int], list[TokenLogprobs | None]]]) -> Tokens:
-    """Returns one event with the tokens of these requests."""
+    """Returns one event with the `tokens` of all requests, which are given by id."""
     logprobs = tuple(chain.from_iterable(logprobs for _, logprobs in tokens.values()))
     return Tokens(
         request_ids=tuple(tokens),

@@ -74,8 +74,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Served:
     """The served model, and the rules by which it is served.
 
-    A client that takes nothing of its answer for `client_stall_timeout_s` is dropped. If `tells_tenants_apart`, tenants
-    are clients of the engine; else they share what is their client's.
+    A client that takes nothing of its answer for `client_stall_timeout_s` is dropped. If `tells_tenants_apart`, the
+    engine treats tenants as clients; else they share their client's rows and slots.
     """
 
     limits: ModelLimits
@@ -173,8 +173,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort_with(context, error)
 
     def _whose(self, checked: CheckedRequest, context: Context) -> str:
-        """Returns who shares this service with others: the request's tenant, if tenants have weights, else the caller,
-        whose tenants share what is the caller's.
+        """Returns the client's name in the engine: the request's tenant, if there is one and tenants have weights, else
+        the caller.
         """
         if self._served.tells_tenants_apart and checked.tenant is not None:
             return tenant_key(checked.tenant)

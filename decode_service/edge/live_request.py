@@ -41,18 +41,18 @@ class Ending:
 class LiveRequest:
     """One request from its admission to its end, with the output that its client has not read.
 
-    Unread output is merged into one piece, so it holds no more than the request's whole output, besides the
-    log-probabilities of its prompt. The first terminal event counts, and later ones are dropped.
+    Unread output is merged, so at most the request's whole output is held, besides the log-probabilities of its prompt.
+    The first terminal event counts, and later ones are dropped.
     """
 
     request_id: str
     engine_id: str
     trace: RequestTrace = UNTRACED
     last_token_at_s: float | None = None  # kept for measurements
-    due_s: float = math.inf  # what `common/priority.py` calls due, from its admission on
+    due_s: float = math.inf  # when it is due (see common/priority.py), from its admission on
     is_handed_off: bool = False  # it has had a row for a handoff
     is_done_in_engine: bool = False  # the engine has posted its last event about it
-    held_bytes: int = 0  # of the budget of log-probabilities of prompts
+    held_bytes: int = 0  # taken from the budget for prompts' log-probabilities
     _output: OutputProcessor | None = None
     _num_prompt_tokens: int = 0
     _prompt_logprobs: deque[PromptLogprobs] = field(default_factory=deque)

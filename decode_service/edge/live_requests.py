@@ -45,7 +45,7 @@ _RETRY_AFTER_S = 1
 
 
 class AllLiveRequests(Protocol):
-    """The live requests of a service, for its engine and its life, whichever processes have them."""
+    """All live requests of a service, whichever processes have them."""
 
     def __len__(self) -> int: ...
 
@@ -71,12 +71,13 @@ class AllLiveRequests(Protocol):
 class LiveRequests(AllLiveRequests):
     """The live requests of the process. For the event loop only.
 
-    From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. If a client finds no
-    place, the request gets that of the last one in the order of common/priority.py, if this one comes after it, waits
-    in the engine's queue and has had no row yet. So a full service sheds what it would serve last. Log-probabilities of
-    its prompt wait here until its client reads them, so from `submit` on they take from `max_prompt_logprob_bytes`, of
-    which one client may have half. The engine knows a request by an id that is never reused. So no event of an aborted
-    request can reach a later one with the same `request_id`.
+    From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. If none is free, the
+    request takes the place of the waiting request that is due last (see common/priority.py), if that one is due later
+    and has had no row yet. So a full service sheds what it would serve last.
+
+    A prompt's log-probabilities wait here until the client reads them. So from `submit` on they take bytes from
+    `max_prompt_logprob_bytes`, of which one client may have half. The engine knows a request by an id that is never
+    reused. So no event of an aborted request can reach a later one with the same `request_id`.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class LiveRequests(AllLiveRequests):
     ) -> LiveRequest:
         """Admits a request; a new id is made if `request_id` is None. Each success needs one `release`.
 
-        A request without `priority` takes no place of another one.
+        Without `priority` it takes no other request's place.
 
         Raises Draining, EngineLost, DuplicateRequest or Overloaded.
         """
@@ -151,7 +152,7 @@ class LiveRequests(AllLiveRequests):
         return live
 
     def _last_waiting(self, due_s: float) -> LiveRequest | None:
-        """Returns the request that is due last, if it is due after `due_s`, of those that wait and have had no row."""
+        """Returns the request due last among those that wait and have had no row, if it is due after `due_s`."""
         waiting = (live for live in self._by_engine_id.values() if live.is_waiting and live.due_s > due_s)
         return max(waiting, key=lambda live: live.due_s, default=None)
 
@@ -187,9 +188,9 @@ class LiveRequests(AllLiveRequests):
         """Hands the request to the engine. Raises the request's error if it has failed since `admit`, and Overloaded if
         there is no room for the log-probabilities of its prompt.
 
-        `generated_token_ids` are the output that the request brought along. `choice_index` is the number of the choice
-        among those of a request for several answers. `Submit` explains `tenant`, `deadline_s`, `priority`,
-        `cache_salt` and `matcher`.
+        `generated_token_ids` are the output that the request brought along. `choice_index` is the answer's number, if a
+        client asks for several answers. `Submit` explains `tenant`, `deadline_s`, `priority`, `cache_salt` and
+        `matcher`.
         """
         if isinstance(live.ending, BatonError):
             raise live.ending

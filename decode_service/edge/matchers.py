@@ -18,7 +18,7 @@ class Matchers(Protocol):
         """Returns the matcher of a constrained request. It has accepted the output tokens `output_ids`; if the last of
         them ends the output, it has accepted all but that one, which it allows.
 
-        Requests of different clients take turns, and those of the tenants of one client. Raises InvalidRequest, naming
+        Requests of different clients take turns, and so do those of one client's tenants. Raises InvalidRequest, naming
         the field, or Overloaded.
         """
 
@@ -29,7 +29,7 @@ class Replay(Protocol):
 
 
 class MatchersHere(Matchers):
-    """Makes matchers in this process. `new_matcher` makes those of grammars."""
+    """Makes matchers in this process. `new_matcher` makes those of grammars and reasoning limits."""
 
     def __init__(self, *, new_matcher: NewMatcher, replay: Replay, vocab_size: int) -> None:
         self._new_matcher = new_matcher

@@ -1,4 +1,4 @@
-"""Checks a GenerateRequest and converts it to the edge's values. Everything here raises InvalidRequest.
+"""Checks a GenerateRequest and converts it to the edge's values. Failed checks raise InvalidRequest.
 
 `check_request` needs no tokenizer and takes little time. `check_lengths` follows when the prompt's token ids are known.
 """
@@ -39,7 +39,7 @@ _TOOL_NAME = re.compile("[a-zA-Z0-9_.:/-]{1,256}")
 MAX_OPTIONS_CHARS = 1 << 18
 """The most characters of a chat's tools and of its `chat_template_kwargs`. Parsing so much takes a few milliseconds."""
 MAX_CONTEXTS = 4
-"""The largest number of tokens, in multiples of the model's context, of a text that is tokenised."""
+"""The longest text that is tokenised, in tokens, as a multiple of the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class ModelLimits:
     """The limits of the model and the service, which requests must keep, and the model's own defaults for sampling
     options, where it has any.
 
-    `max_context_tokens` bounds prompt and output together. `best_priority` is the lowest that requests may ask for.
-    `opens_objects` is the default of a request's option `open_objects`.
+    `max_context_tokens` bounds prompt and output together. `best_priority` is the lowest number that requests may ask
+    for. `opens_objects` is the default of a request's option `open_objects`.
     """
 
     vocab_size: int
@@ -88,8 +88,9 @@ class CheckedRequest:
     """A request whose values were checked, except for lengths that depend on the prompt's tokens.
 
     `request_id` is None if the client chose none. `generated_token_ids` were delivered by an earlier stream.
-    `cache_salt` names the namespace of the prefix cache that the request uses; "" is the common one. None means that it
-    neither uses nor leaves cached KV. If `max_prompt_tokens` is set, only so many of the prompt's last tokens count.
+    `cache_salt` names the namespace of the prefix cache that the request uses; "" is the common one. With None the
+    request neither uses nor leaves cached KV. If `max_prompt_tokens` is set, only so many of the prompt's last tokens
+    count.
     """
 
     request_id: str | None
@@ -153,7 +154,7 @@ def check_request(
 
 
 def tenant_key(tenant: str) -> str:
-    """Returns the name under which a tenant shares the service. It is no client's name."""
+    """Returns the name under which a tenant shares the service. It differs from every client's name."""
     return f"tenant {tenant}"
 
 

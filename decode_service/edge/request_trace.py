@@ -28,7 +28,7 @@ Attributes = Mapping[str, AttributeValue]
 class RequestTrace:
     """Writes one request's spans. If tracing is off or does not sample the request, it only keeps the trace context.
 
-    On exit it ends open spans and marks the last phase with the error, if any. For the event loop only.
+    On exit it ends open spans and marks them with the error, if any. For the event loop only.
     """
 
     def __init__(

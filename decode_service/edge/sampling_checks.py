@@ -1,4 +1,4 @@
-"""Checks the range of every sampling value. Everything here raises InvalidRequest, naming the field."""
+"""Checks the range of every sampling value. Failed checks raise InvalidRequest, naming the field."""
 
 from __future__ import annotations
 

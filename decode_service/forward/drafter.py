@@ -1,4 +1,4 @@
-"""The seam of drafting. A Drafter proposes tokens, and the worker verifies them.
+"""The interface of drafting. A Drafter proposes tokens, and the worker verifies them.
 
 worker:   resolve ─▶ draft ──────▶ verify ─▶ publish ─▶ read
 drafter:             proposes                           learns what the step committed, and leaves seeds
@@ -27,7 +27,7 @@ from decode_service.speculate.spec_info import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The target's results at W nodes of each entry, of which only the first ones are accepted.
+    """The target's results at W nodes of each entry. Only the first few nodes are accepted.
 
     The first node is the entry's last committed token, which is always accepted; the others are drafts. `tokens`
     [B, W] are the tokens that the target drew after each node. `new_seq_lens` [B] are the entries' lengths with the
@@ -44,8 +44,8 @@ class Verified:
     def accept_lens(self) -> Tensor:
         """The number of accepted nodes of each entry, [B].
 
-        Only the device knows it, and an impossible number may be among them: the host checks them later and fails the
-        row. Here they are clamped, so that they index the row's own nodes.
+        Only the device knows these numbers. An impossible one is clamped here, so that it indexes the row's own nodes;
+        later the host checks the numbers and fails the row.
         """
         if self.accepted is None:
             return torch.ones_like(self.new_seq_lens)
@@ -75,12 +75,12 @@ class Drafter(ABC):
     """Proposes the drafts of each step.
 
     `begin`, `num_unread` and `launch` are called by the engine's thread, and concern the rows as they will be when all
-    launched steps have run. `draft` and `read` run on the forward stream, in the order of the steps. There they must
-    only enqueue work on a device that computes beside the host, such as a GPU: who looks at a value makes the engine's
-    thread wait for the device in each step.
+    launched steps have run. `draft` and `read` run on the forward stream, in the order of the steps. On a device that
+    computes beside the host, such as a GPU, both must only enqueue work: reading a value would make the engine's thread
+    wait for the device in each step.
 
-    `seed_columns` are what `read` leaves for the next step's `draft`. The prefill service hands over a prompt's first
-    seeds.
+    `seed_columns` describe what `read` leaves for the next step's `draft`. The prefill service hands over a prompt's
+    first seeds.
     """
 
     seed_columns: tuple[SeedColumnSpec, ...] = ()
@@ -102,7 +102,7 @@ class Drafter(ABC):
         """Returns the drafts of a step, as many as `batch.spec_info` says, each a token of the target's vocabulary.
 
         Forced tokens take the place of a chain's drafts afterwards, so only a drafter of trees, or one that continues
-        after them, needs to look at `batch.forced`.
+        after forced tokens, needs to look at `batch.forced`.
         """
 
     def read(self, batch: ForwardBatch, reading: Reading, verified: Verified) -> Mapping[str, Tensor]:

@@ -1,12 +1,12 @@
 """Drafting with EAGLE heads. A head of one layer drafts a chain or a tree; a head of several layers drafts a chain.
 
-After each step the head reads the step's tokens with the target's hidden states (draft-extend): that writes its KV,
-and leaves the seed of the next drafts, which is the head's first drafts and hidden state.
+After each step the head reads the step's tokens with the target's hidden states (draft-extend): that writes the head's
+KV, and leaves the draft seed: the next step's first drafts and the head's hidden state.
 
 A forward of the head over one token per row is wasteful, because most of its time goes into reading the head's weights.
 So a step without drafts only stores the target's hidden states and tokens, in the backlog. The head catches up in one
-forward when a draft seed is wanted or a row has no room left there. The engine's thread knows how many tokens of each
-row are unread, because a step without drafts commits one token per row.
+forward when a draft seed is wanted or a row's backlog is full. The engine's thread knows how many tokens of each row
+are unread, because a step without drafts commits one token per row.
 
 steps    no seed   no seed   no seed   seed
 unread      0         1         2       3   ─▶ the head reads 4 tokens
@@ -70,7 +70,7 @@ class DraftBacklog:
     def put(self, batch: ForwardBatch, num_unread: NDArray[np.int64], captured: Tensor, next_ids: Tensor) -> None:
         """Stores the single token that each row gained in a step without drafts, for the head to read later.
 
-        `captured` [B, states * H] and `next_ids` [B] are those of `UnreadTokens`.
+        `captured` [B, states * H] and `next_ids` [B] are as in `UnreadTokens`.
         """
         places = upload_array(num_unread, next_ids.device)
         self._captured[batch.req_pool_indices, places] = captured
@@ -354,8 +354,8 @@ class MultiLayerEagleDrafter(HeadDrafter):
 
 
 def _forced_first(forced: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the candidates of one level [B, topk] with the forced token [B] as the first and the only likely one,
-    where there is any. The others stay different from it.
+    """Returns the candidates of one level [B, topk] with the forced token [B], where there is one, as the first and the
+    only likely one. The others differ from it.
     """
     is_forced = (forced != NOT_FORCED).unsqueeze(1)
     others = torch.where(ids == forced.unsqueeze(1), ids[:, :1], ids)[:, 1:]

@@ -30,15 +30,13 @@ class ForwardBatch:
     """The input of one forward. It owns its tensors and refers to no request and no ScheduleBatch.
 
     `req_pool_indices` [B] are the entries' rows in the pool, and `rows` the same on the host. The target computes M
-    tokens per entry. `positions` [B * M] are the M positions after each entry's prefix; a worker
-    that drafts a tree computes its own. `seq_lens` [B] includes the M tokens; `prefix_lens` [B] is the length of the KV
-    before them. `seq_lens_sum` is the sum of `seq_lens`. `out_cache_loc` [B * S] are the slots after the prefix that
-    the step may write, S for each entry. `undrafted` are the indices of entries whose requests want no drafts: their
-    drafts are ignored.
+    tokens per entry. `positions` [B * M] are the M positions after each entry's prefix; for a tree the worker computes
+    others. `seq_lens` [B] includes the M tokens; `prefix_lens` [B] is the length of the KV before them. `seq_lens_sum`
+    is the sum of `seq_lens`. `out_cache_loc` [B * S] are the slots after the prefix that the step may write, S for each
+    entry. `undrafted` are the indices of entries whose requests want no drafts: their drafts are ignored.
 
-    `forced` [B, levels] are the tokens that entries' grammars force, as far as they go: the rest is NOT_FORCED. They
-    are drafted in place of guesses. It is None if there are none. `num_forced` [B] says how many each entry
-    has.
+    `forced` [B, levels] are the tokens that entries' grammars force, followed by NOT_FORCED; None if there are none.
+    They are drafted in place of guesses. `num_forced` [B] counts each entry's forced tokens.
     """
 
     req_pool_indices: Tensor
@@ -73,7 +71,7 @@ class ForwardBatch:
         """Builds a step's batch from copies of the schedule side's columns.
 
         `seq_lens` and `seq_lens_cpu` [B] are the lengths that the step was prepared with. Without drafts they include
-        its one token; with drafts they include none of its tokens. `forced` is the column, on the host.
+        its one token; with drafts they include none of its tokens. `forced` is on the host.
         """
         num_tokens = spec_info.num_verify_tokens
         num_ahead = num_tokens if spec_info.has_drafts else 0

@@ -1,6 +1,6 @@
 """Creates what the decode engine runs forwards with: the forward stream, worker, relay and sampling state.
 
-Where forwards are replayed, those of all shapes that a worker's steps can have are recorded as graphs, by running steps
+Where forwards are replayed, a forward of each shape that a step can have is first recorded as a graph, by running steps
 of padding.
 """
 
@@ -69,7 +69,7 @@ class ForwardSide:
         device, max_rows = parts.device, pool.rows.max_rows
         recorder = parts.model.recorder(device.graphs) if replays_forwards and device.graphs is not None else None
         if recorder is not None and not parts.model.attention.follows_lengths:
-            recorder = None  # a recorded forward is bounded by the table's width, and each step would pay for that
+            recorder = None  # each replay would compute attention over the token table's full width
         graphs = None if recorder is None else ForwardGraphs(recorder=recorder, batch_sizes=batch_sizes(max_rows))
         stream = device.new_stream("forward")
         sampling_state = SamplingState(
@@ -160,9 +160,8 @@ def record_forwards(
 ) -> Recorded:
     """Records the forwards of a step for every batch size of `graphs` and each speculation in `spec_infos`.
 
-    Call it before the first request. The largest
-    batch comes first: its intermediate memory is enough for the others. Raises PieceFailed if a forward cannot be
-    recorded, and DeviceTimeout if it does not end within `timeout_s`.
+    Call this before the first request. The largest batch comes first: its intermediate memory is enough for the others.
+    Raises PieceFailed if a forward cannot be recorded, and DeviceTimeout if it does not end within `timeout_s`.
     """
     begin_s, begin_bytes = clock(), graphs.held_bytes()
     with graphs.recording():

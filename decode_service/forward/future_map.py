@@ -134,8 +134,8 @@ class FutureMap:
 
         Shapes: both [B] int64. The schedule side calls it before the next launch. It waits for `publish_ready`, and
         raises DeviceTimeout after `wait_timeout_s`. Rows bootstrapped since that verify have the lengths that bootstrap
-        wrote. The batch keeps its lengths if `relays_lengths` is False, or if the last step published none: one without
-        drafts, or one that failed. The buffer may then hold lengths from before earlier steps.
+        wrote. The batch keeps its lengths if `relays_lengths` is False, or if the last step published none, because it
+        had no drafts or failed. The buffer may then hold outdated lengths.
         """
         if not self.relays_lengths or req_pool_indices.shape[0] == 0 or self.publish_ready is None:
             return None

@@ -1,4 +1,4 @@
-"""The worker of the decode engine: runs steps, which verify what a drafter proposes. Without drafts it decodes.
+"""The worker of the decode engine: runs steps, which verify a drafter's proposals. Without drafts, a step only decodes.
 
 stream:   resolve ─▶ draft ─▶ verify ─▶ publish ─▶ read ─▶ (stash, by the scheduler)
                                  │         └─▶ the schedule side prepares the next step while the drafter reads
@@ -56,10 +56,10 @@ class HostTokens:
 class MaskedDraw:
     """Cells by which the schedule side and a step's pieces pass values if grammars constrain the step's draws.
 
-    The schedule side computes `masks`, as `draw` takes them, while the target computes: it needs the last step's
-    tokens, and the step's `drafts`, which are on the host when its inputs are ready. `marks` are the events where the
-    forward ends and where the draw begins. If the step has drafts, the tokens `gained` are on the host when the lengths
-    are published.
+    The schedule side computes `masks`, as `draw` takes them, while the target computes. For them it needs the previous
+    step's tokens, and this step's `drafts`, which are on the host when the step's inputs are ready. `marks` are the
+    events where the forward ends and where the draw begins. If the step has drafts, the tokens `gained` are on the host
+    when the lengths are published.
     """
 
     masks: Cell[Tensor] = field(default_factory=Cell)
@@ -149,7 +149,7 @@ class Worker:
         computed: Cell[TargetOutput] = Cell()
         verified: Cell[Verified] = Cell()
         new_seq_lens: Cell[Tensor] = Cell()
-        if not batch.has_drafts:  # all that the target needs is known, except which tokens there are
+        if not batch.has_drafts:  # the target's input is known, except the tokens' values
             tokens = torch.empty_like(batch.req_pool_indices)
             compute.set(self._prepared(forward_input_of(batch, tokens, self._pool, self._group)))
 
@@ -259,7 +259,7 @@ class Worker:
     def _decode(
         self, batch: ForwardBatch, target: TargetOutput, masks: Tensor | None, output: WorkerOutput
     ) -> Verified:
-        """Draws the one token of each entry, and counts it as output."""
+        """Draws the one token of each entry, and counts it for penalties."""
         sampled = sample(
             target.logits,
             batch.req_pool_indices,
@@ -298,7 +298,7 @@ class Worker:
             if captured is not None:
                 captured = captured.gather(1, path.unsqueeze(2).expand(-1, -1, captured.shape[2]))
             sampled = _along(path, sampled, batch, num_nodes)
-            slots = batch.out_cache_loc.view(num_rows, -1)  # the KV of accepted nodes goes to where their positions are
+            slots = batch.out_cache_loc.view(num_rows, -1)  # the KV of accepted nodes moves to their positions' slots
             sources, destinations = slots.gather(1, path), slots[:, : path.shape[1]]
             self._pool.move_kv(sources.flatten(), destinations.flatten())
         tokens = sampled.token_ids.view(num_rows, -1)

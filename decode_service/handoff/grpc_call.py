@@ -168,7 +168,7 @@ class GrpcCall:
     async def _read_frames(self, stream: Stream) -> None:
         """Reads frames from the gRPC call `stream` and posts them, until the replica ends the call.
 
-        If the budget has room for a frame, the next one is already read while the first is decoded.
+        If the budget has room for a frame, the next one is read while this one is decoded.
         """
         reading = begin_read(stream.read())
         accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
@@ -228,7 +228,8 @@ class GrpcCall:
 
         Raises PrefillUnavailable after `timeout_s` without a frame. If `steps_count`, the time-out starts again when a
         poll has found that the replica's engine has made steps: then it is busy with other rows, not lost. The time-out
-        is counted in short waits, not by the clock, so that a time in which this process was stopped counts as one.
+        is counted in short waits, not by the clock, so that a time in which this process was stopped counts as one
+        wait.
         """
         seen, num_looks = self._replica.num_steps, 0
         while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:

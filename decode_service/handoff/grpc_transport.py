@@ -160,8 +160,8 @@ class GrpcTransport:
         broken = self._break_errors.pop(command.call_id, None)
         error = broken or _error_of(task)
         if broken is None and isinstance(error, PrefillUnavailable | FingerprintMismatch):
-            # The engine must learn of it before it chooses another replica; the next poll corrects a wrong report. A
-            # fingerprint mismatch also counts as lost for now: only the poll can make it permanent.
+            # The engine must learn of the loss before it chooses another replica; the next poll corrects wrong reports.
+            # A fingerprint mismatch also counts as a loss for now: only the poll can make it permanent.
             lost = error if isinstance(error, PrefillUnavailable) else PrefillUnavailable(str(error))
             self._replicas.lost(command.replica, lost)
         self._post(CallEnded(command.call_id, error))
@@ -211,8 +211,9 @@ class _NameWatch(LookedUpName):
 
 
 Connect = Callable[[str, str | None], GrpcReplica]
-"""Connects to the replica at an address. The second argument is the host that its certificate must
-name, or None for the address's own host."""
+"""Connects to the replica at an address. The second argument is the host that the replica's certificate must name, or
+None for the address's own host.
+"""
 
 
 @dataclass(slots=True)
@@ -227,10 +228,10 @@ class _Watched:
 class GrpcReplicas:
     """Polls every known replica and calls `post` with all their states when one changes. For the event loop only.
 
-    `addresses` has fixed addresses and names of several (`common.addresses.Name`). An address to which several of them
-    lead is one replica. A replica that its name no longer lists is kept while it is ready, or while `has_calls` returns
-    True for its address. A name without any addresses yet is reported as a replica that is not ready, with the name as
-    its address.
+    `addresses` has fixed addresses, and names that lead to several (`common.addresses.Name`). An address found in
+    several ways is one replica. A replica that its name no longer lists is kept while it is ready, or while `has_calls`
+    returns True for its address. A name without any addresses yet is reported as a replica that is not ready, with the
+    name as its address.
     """
 
     def __init__(

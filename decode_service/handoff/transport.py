@@ -1,4 +1,4 @@
-"""The interface between the decode engine and prefill replicas, which it reaches over gRPC, and its time-outs.
+"""The interface through which the decode engine reaches prefill replicas, and its time-outs.
 
 engine ──start, cancel_rows, break_call, landed──▶ transport ──▶ replica
 engine ◀─────── post(FrameArrived | CallEnded | ReplicasChanged) ─────── transport

@@ -13,16 +13,16 @@ from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 class DecodeConfig(EngineConfig):
     """The options of the decode engine.
 
-    `spec_info` is the deepest speculation of a step. With `prefix_routing` the choice of a
-    prefill service weighs what it has cached against its load. If at most `local_prefill_tokens` are left to compute,
-    the engine computes them itself, in chunks of at most as many tokens between its steps; 0 switches that off. With
-    `prefill_fallback` it computes prompts of any length while no prefill replica is ready. With `replays_forwards` the
-    steps' forwards are recorded as graphs when the engine is created, if the device can.
+    `spec_info` is the deepest speculation of a step. With `prefix_routing` the choice of a prefill service weighs what
+    it has cached against its load. If at most `local_prefill_tokens` tokens of a prompt are left to compute, the engine
+    itself computes them between its steps; 0 switches that off. With `prefill_fallback` it computes prompts of any
+    length while no prefill replica is ready. With `replays_forwards` the steps' forwards are recorded as graphs when
+    the engine is created, if the device can record them.
 
-    A request fails after `max_handoff_attempts` lost handoffs, or when none was possible for `prefill_timeout_s`.
-    Waiting makes no request's priority better than `best_priority`. Clients share the rows and slots in proportion to
-    `client_weights`, by default 1 each. One that waits for longer than `reclaim_after_s` gets rows and slots of
-    requests of clients that hold more; 0 switches that off.
+    A request fails after `max_handoff_attempts` consecutive lost handoffs, or if no replica takes it for
+    `prefill_timeout_s`. Waiting makes no request's priority better than `best_priority`. Clients share the rows and
+    slots in proportion to `client_weights`, by default 1 each. A request that waits for `reclaim_after_s` gets a row
+    and slots from clients that hold more; 0 switches that off.
     """
 
     spec_info: SpecInfo = NO_DRAFTS
@@ -68,12 +68,12 @@ class DecodeConfig(EngineConfig):
 
     @property
     def tokens_ahead(self) -> int:
-        """How many more tokens than a request may have its row has slots for."""
+        """For how many tokens beyond its request's limit a row has slots."""
         return self.num_step_slots - 1
 
     @property
     def tokens_in_flight(self) -> int:
-        """How many tokens of a row are at most written past those that are known to be computed.
+        """The most tokens of a row that may be written past those known to be computed.
 
         These are the tokens of three steps: one that is launched, one in flight, and one that has ended, but whose
         tokens the pool does not count as computed yet, because it is told of at least `left_together` at once. Of a

@@ -53,8 +53,8 @@ most cases, and otherwise after this time.
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What is kept of a look at the waiting queue: when it was, whether a request was short of slots, the counts of
-    `changes` that it knew, and the time `again_s` at which the queue is looked at even if nothing has changed.
+    """A look at the waiting queue: its time, whether a request lacked a row or slots, and the result of `_changes`
+    (None: the next `hand_off` looks again). At `again_s` the next look comes even if nothing has changed.
     """
 
     at_s: float = -math.inf
@@ -69,14 +69,14 @@ class PrefillDispatcher:
 
     `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_handoff_attempts`
     consecutive lost handoffs. It also fails when for `prefill_timeout_s` no replica was ready, all were too small for
-    its tokens, or all refused it; waiting for slots or for KV does not count. It fails at once if all replicas are
-    ready, it is too long for each, and no larger one may come; or if all have another fingerprint and no others may
+    its tokens, or all refused it; waiting for slots or for KV does not count. It fails at once if it is too long for
+    all replicas, all are ready, and no larger one may come; or if all have a different fingerprint, and no others may
     come. A refused request is retried after at most `prefill_timeout_s`, even if the replica asks for a longer wait. If
-    a request was refused or waits for KV, none after it in turn gets the row and the slots that it will need.
+    a request was refused or waits for KV, no request after it in turn gets the row and slots that it will need.
 
-    After `hand_off` `short` has what those requests need for which others may give way: the first in turn that lacks a
-    row or slots, after which none started, and then the first of each client, to which its other tenants may owe some.
-    DegradedChanged is posted when this service begins and ends to compute prompts of any length.
+    After `hand_off`, `short` has the needs of requests for which others may give way. First comes the first in turn
+    that lacks a row or slots; no request after it was started. Then comes the next request of each client with several
+    tenants. DegradedChanged is posted when this service begins or stops computing prompts of any length.
     """
 
     def __init__(
@@ -163,9 +163,7 @@ class PrefillDispatcher:
         self.handle_lost(self._landing.end_call(call_id, error))
 
     def handle_lost(self, lost: Sequence[LostRow]) -> None:
-        """Puts lost rows back in the queue while attempts are left, and fails the others. Their reservations are
-        released.
-        """
+        """Puts requests of lost rows back in the queue if they may be retried, else fails them. Releases the rows."""
         now_s = self._clock()
         for row in lost:
             req = row.req
@@ -230,15 +228,15 @@ class PrefillDispatcher:
                 for req in self._waiting.first_of_each_client(now_s)
                 if req is not self.short[0].req and req.not_before_s <= now_s and req.awaited is None
             ]
-        changes = self._changes()  # those who fail now may leave room to others
+        changes = self._changes()  # before requests fail, which may leave room for others
         reclaims_s = [need.req.since_s + self._config.reclaim_after_s for need in self.short]
         times_s = [now_s + _LOOK_INTERVAL_S, self._fail_overdue(now_s)]
         times_s += [each_s for each_s in (*reclaims_s, self._policy.degraded_from_s) if each_s > now_s]
         self._last_look = _Look(now_s, bool(self.short), changes, min(times_s))
 
     def _start_in_turn(self, now_s: float) -> Spared:
-        """Starts waiting requests until one lacks a row or slots, which becomes `short`. Returns what is spared for the
-        others.
+        """Starts waiting requests in turn until one lacks a row or slots, or none can start. Returns the rows and slots
+        spared.
 
         Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows.
         """
@@ -274,7 +272,9 @@ class PrefillDispatcher:
         return spared
 
     def _reserve(self, need: RowNeed) -> RowLease | None:
-        """Reserves a row with slots for the KV that the request will have here. Returns None if it is `short`."""
+        """Reserves a row with slots for the KV that the request will have here. If there are too few, adds `need` to
+        `short` and returns None.
+        """
         lease = None
         if self._pool.num_free_rows > need.num_spared_rows:
             lease = self._pool.reserve(
@@ -289,8 +289,8 @@ class PrefillDispatcher:
         return lease
 
     def _route(self, req: Request, candidates: Sequence[Replica], num_outstanding: Counter[str]) -> str:
-        """Chooses the replica for a request and returns its address. Counts the request's tokens in `num_outstanding`,
-        which has those that each replica is to compute for this service.
+        """Chooses the replica for a request and returns its address. `num_outstanding` counts the tokens that each
+        replica is to compute for this service; this method adds the request's.
         """
         route = self._replicas.route(
             candidates,
@@ -313,11 +313,10 @@ class PrefillDispatcher:
             self._post(DegradedChanged(False))
 
     def _changes(self) -> tuple[int, ...]:
-        """Returns a tuple. If it differs from that of the last look at the queue, a request may start that could not
+        """Returns counts. If they differ from those of the last look at the queue, a request may start that could not
         start then.
 
-        Changes of the replicas are not part of it: `update_replicas` makes the next `hand_off` look at the queue
-        anyway.
+        Changes of replicas are not counted: `update_replicas` makes the next `hand_off` look at the queue anyway.
         """
         local = self._local
         return self._waiting.num_changes, self._pool.num_changes, local.num_short_left, local.has_long
@@ -358,7 +357,7 @@ class PrefillDispatcher:
         self._post(StartHandoff(call_id, replica, tuple(rows)))
 
     def _excuse_waiting(self, now_s: float) -> None:
-        """Extends the waiting limit of refused requests by the time for which they waited for something else."""
+        """Extends the waiting limit of refused requests by the time for which they did not wait for a replica."""
         last = self._last_look
         for req in self._waiting:
             if req.refused_since_s is not None and self._policy.is_excused(req, now_s, was_short=last.was_short):
@@ -386,5 +385,5 @@ class PrefillDispatcher:
 
 
 def _time_left_ms(seconds: float) -> int:
-    """Returns what a row says of the time until its deadline. A deadline that has passed leaves 1 ms."""
+    """Returns a row's time until its deadline in ms: 0 without one, 1 if it has passed."""
     return 0 if math.isinf(seconds) else max(1, math.ceil(seconds * 1000))

@@ -1,4 +1,4 @@
-"""Grammars give a step the tokens that it drafts because they are forced, and the masks of its draws.
+"""Computes what grammars give a step: forced tokens, which it drafts, and the masks of its draws.
 
 step N in flight  ─▶ its tokens are on the host when it publishes its lengths ─▶ matchers look ahead
                            ─▶ what is forced next ─▶ drafts of step N+1, at its launch
@@ -27,11 +27,11 @@ def forced_tokens(
     *,
     max_forced: int,
 ) -> dict[Request, Sequence[int]]:
-    """Returns the tokens, at most `max_forced`, with which grammars force requests of the batch to go on. Requests that
-    want no drafts, and those of which nothing is forced, have none.
+    """Returns, for each request of the batch, the tokens that its grammar forces next, at most `max_forced`. Requests
+    that want no drafts or have no known forced tokens are left out.
 
-    `num_in_flight` [rows] counts the steps in flight that run each pool row. A matcher has accepted the tokens of all
-    steps before `in_flight`; those `ahead` have accepted its tokens too.
+    `num_in_flight` [rows] counts the steps in flight that run each pool row. Requests' matchers have accepted the
+    tokens of all steps before `in_flight`. The matchers `ahead` have accepted the tokens of `in_flight` too.
     """
     found: dict[Request, Sequence[int]] = {}
     for i in running.sampling.constrained.tolist():
@@ -53,10 +53,10 @@ def forced_tokens(
 
 def masks_of(step: LaunchedStep, are_held: NDArray[np.bool_], *, vocab_size: int) -> tuple[Mask, list[Request]]:
     """Returns the masks of the draws of the step's constrained entries, [C * nodes, words], as `draw` takes them, and
-    the requests whose matchers have failed. Notes in each request what its copies' failures withhold.
+    the requests whose matchers have failed. Sets each request's `withheld`.
 
-    The matchers must have accepted the tokens of all steps before. Rows of the step that their requests have left, of
-    which `are_held` [B] is False, and those of failed matchers, get masks that allow everything.
+    The matchers must have accepted the tokens of all earlier steps. Masks allow everything for entries whose requests
+    have left their rows (`are_held` [B] is False) or whose matchers have failed.
     """
     batch = step.batch
     entries = batch.sampling.constrained

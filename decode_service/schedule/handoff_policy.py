@@ -1,7 +1,7 @@
 """Decides what becomes of a waiting request: who computes its prompt, what it needs first, and when it fails.
 
-No question changes anything. The dispatcher asks about the requests in turn, and carries each decision out before it
-asks about the next one.
+Its methods change nothing. The dispatcher asks about the requests in turn, and carries each decision out before it asks
+about the next one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import LostRow, Request
 
 _WORTH_HOME = 4
-"""A prompt that is not short is computed here only if every replica lacks so many times as many of its tokens as this
-service, because here it delays the running rows.
+"""While a replica is ready, a long prompt is computed here, where it delays the running rows, only if every replica
+would have to compute this many times as many of its tokens.
 """
 
 
@@ -41,9 +41,9 @@ class Spared:
 
 @dataclass(frozen=True, slots=True)
 class RowNeed:
-    """The row and slots that a waiting request needs. Of its `num_tokens` tokens those need no slots that the prefix
-    cache has for `key`; `is_received` says whether the others come from a replica. `num_spared_rows` rows and
-    `num_spared` slots must be left after it.
+    """The row and slots that a waiting request needs. Each of its `num_tokens` tokens needs a slot, unless the prefix
+    cache has its KV for `key`. `is_received` says whether the other KV comes from a replica. `num_spared_rows` rows and
+    `num_spared` slots must be left.
     """
 
     req: Request
@@ -66,7 +66,7 @@ class Later:
 
 @dataclass(frozen=True, slots=True)
 class NoReplica:
-    """No replica takes the request. If `is_for_all`, none of those after it in turn can start either."""
+    """No replica takes the request. If `is_for_all`, no request after it in turn can start either."""
 
     is_for_all: bool
 
@@ -91,8 +91,8 @@ Decision = Later | NoReplica | ComputeHere | HandOver
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request fails with `error` at the time `limit_s` if the replicas stay as they are. If `is_refusal`, the time
-    counts from its first refusal, and this is one.
+    """A request fails with `error` at the time `limit_s` if the replicas stay as they are. If `is_refusal`, this counts
+    as a refusal, and the time counts from the request's first one.
     """
 
     error: BatonError
@@ -101,12 +101,12 @@ class Failure:
 
 
 class HandoffPolicy:
-    """What to do with waiting requests, as a function of the pool, the prompts that are computed here and the replicas.
+    """Decides what to do with waiting requests, from the state of the pool, the local prefill and the replicas.
 
     A request waits while much of its KV is on its way for another one, of `bringing_kv`. Then it gets a row that shares
     that KV, and asks for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to
-    no replica: `local` computes it. Unless that number is 0, `local` also computes longer requests of which every
-    replica lacks much more than this service, one at a time.
+    no replica: `local` computes it. Unless that number is 0, `local` also computes longer requests, one at a time, if
+    every replica would have to compute much more.
 
     With `prefill_fallback` no request fails because no replica is ready. Shortly after the last replica has stopped
     being ready the service is degraded: `local` computes every request, at most one long one at a time, until a replica
@@ -133,7 +133,7 @@ class HandoffPolicy:
     # ---- starting -------------------------------------------------------------------------------------------------
 
     def decide(self, req: Request, spared: Spared, now_s: float) -> Decision:
-        """Returns what to do with `req`, for which the rows and slots that are `spared` do not count as free."""
+        """Returns what to do with `req`. The rows and slots that are `spared` do not count as free."""
         num_tokens = len(req.token_ids)
         if req.not_before_s > now_s:
             return Later(num_tokens, req.awaited)
@@ -165,11 +165,10 @@ class HandoffPolicy:
     def stays_home(self, req: Request, now_s: float) -> bool:
         """Returns whether this service computes the request's prompt itself, instead of handing it to a replica.
 
-        It does if little of the prompt is left to compute, together with what is left of the short prompts that it
-        computes already: so a burst of them does not hold up the running rows. It computes at most one longer prompt at
-        a time: any, if no replica is ready; else one of which every replica would have to compute several times as many
-        tokens. That is so after a long turn of a chat whose short turns were computed here, because their KV is in no
-        replica's cache.
+        It does if little is left to compute of this prompt and the short prompts computed already, together. So a burst
+        of short prompts does not hold up the running rows. It computes at most one longer prompt at a time: any, while
+        the service is degraded; else one of which every replica would have to compute several times as many tokens. An
+        example is a long turn of a chat whose short turns were computed here: no replica has cached their KV.
         """
         is_degraded = self.is_degraded(now_s)
         if not (self._config.local_prefill_tokens or is_degraded):
@@ -215,8 +214,8 @@ class HandoffPolicy:
         return since_s + self._config.fallback_after_s
 
     def failure_of(self, req: Request, now_s: float) -> Failure | None:
-        """Returns how the request fails if the replicas stay as they are; None if it does not. It fails now if waiting
-        cannot help.
+        """Returns how the request fails if the replicas stay as they are; None if it does not. It fails at `now_s` if
+        waiting cannot help.
         """
         if self.degraded_from_s < math.inf:
             return None
@@ -229,8 +228,8 @@ class HandoffPolicy:
         return Failure(error, self._refusal_limit_s(req, now_s), is_refusal=True)
 
     def is_given_up(self, lost: LostRow, now_s: float) -> bool:
-        """Returns whether the request of a lost row fails instead of being retried. The loss is counted already, or its
-        first refusal noted.
+        """Returns whether the request of a lost row fails instead of being retried. The caller has already counted the
+        loss, or noted its first refusal.
 
         Lost handoffs are limited by their number. Refusals are limited by time, because a full or stopping replica
         refuses at once.
@@ -242,14 +241,14 @@ class HandoffPolicy:
         return self.degraded_from_s == math.inf and self._refusal_limit_s(lost.req, now_s) <= now_s
 
     def _refusal_limit_s(self, req: Request, now_s: float) -> float:
-        """Returns when no replica will have taken the request for `prefill_timeout_s`, from its first refusal on."""
+        """Returns the time `prefill_timeout_s` after the request's first refusal; without a refusal, after `now_s`."""
         since_s = now_s if req.refused_since_s is None else req.refused_since_s
         return since_s + self._config.prefill_timeout_s
 
     def is_excused(self, req: Request, now_s: float, *, was_short: bool) -> bool:
         """Returns whether the time since the last look at the queue does not count as waiting for a replica.
 
-        So it is if the request waited for this service's slots, of which there were too few (`was_short`), or for KV
+        It does not count if the request waited for this service's slots (`was_short`: too few were free), or for KV
         that is on its way for another request. A request that is too long for every replica waits for neither.
         """
         if req.refused_since_s is None or req.not_before_s > now_s:

@@ -199,7 +199,7 @@ class LandingZone:
         return bool(self._copying or self._complete or self._freed)
 
     def uncomputed_tokens(self) -> Counter[str]:
-        """Returns for each replica how many tokens it was to compute for the rows that are not ready yet."""
+        """Returns for each replica how many tokens it was to compute for rows that have not landed yet."""
         tokens: Counter[str] = Counter()
         for call in self._calls.values():
             tokens[call.replica] += sum(row.req.num_uncomputed_tokens for row in call.rows.values())
@@ -220,7 +220,7 @@ class LandingZone:
         self._calls[call_id] = _LandingCall(replica, rows)
 
     def _expected(self, req: Request, group: LayerGroupSpec) -> NDArray[np.bool_]:
-        """Returns which KV of a group is sent for a request, [layers, tokens]."""
+        """Returns a mask [layers, tokens] of the KV that is sent for a request."""
         first = max(req.num_unsent(group.name), self._pool.first_kept(group.name, len(req.token_ids)))
         return np.tile(np.arange(len(req.token_ids)) >= first, (group.num_layers, 1))
 
@@ -375,7 +375,9 @@ class LandingZone:
         self._freed.setdefault(call_id, []).append(segment)
 
     def _claim(self, row: LandingRow, segment: KvSegment) -> Slots:
-        """Marks the segment's tokens as received and returns their slots. Raises FrameRejected if it does not fit."""
+        """Marks the segment's tokens as received and returns their slots. Raises FrameRejected if the segment does not
+        fit.
+        """
         name = f"group {segment.layer_group!r}"
         missing = row.missing.get(segment.layer_group)
         if missing is None:

@@ -5,9 +5,9 @@ QUEUE ─▶ PREFILL ─▶ RECEIVING ─▶ TRANSFER ─▶ BOOTSTRAP ─▶ FI
   │         the handoff was lost     │                                ▼ (a step in flight carries the row)
   └──────────────────────────────────┴──────── retracted ──────── RETRACTING
 
-A short prompt goes QUEUE ─▶ LOCAL_PREFILL ─▶ BOOTSTRAP instead, or back to QUEUE when it is retracted or fails. A
-running request that began with damaged cached KV goes back to QUEUE too.
-Every phase may also end in DELIVERY, when the request finished, or in ENDED, when it failed or was aborted.
+A prompt that is computed here goes QUEUE ─▶ LOCAL_PREFILL ─▶ BOOTSTRAP, or back to QUEUE if it is retracted or fails. A
+running request that began with damaged cached KV goes back to QUEUE too. Every phase may also end in DELIVERY, when the
+request finished, or in ENDED, when it failed or was aborted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RequestRule(PhaseRule[Phase]):
     """The rule of one phase of a request, which is at `place` then.
 
     The time spent in the phase is added to the field of Timings that `seconds` names, or to none if it is empty. If
-    `is_announced`, traced requests post PhaseBegan.
+    `is_announced`, PhaseBegan is posted for traced requests.
     """
 
     place: Place = Place.NOWHERE
@@ -84,9 +84,9 @@ RULES: Mapping[Phase, RequestRule] = {
 class Lives:
     """Holds every live request and moves it from phase to phase. Only the engine thread calls it.
 
-    It is the only writer of a request's phase, lease and seconds. `requests` holds all of them by id, `holding` those
-    that hold a row, and `bringing_kv` those of these whose prompt's KV is on its way. `clock` is the engine's
-    (monotonic seconds); `post` takes events for the edge.
+    It is the only writer of a request's phase, lease and seconds. `requests` has all live requests by id, `holding`
+    those that hold a row, and `bringing_kv` those whose prompt's KV is on its way. `clock` is the engine's (monotonic
+    seconds); `post` takes events for the edge.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class Lives:
         lost: str = "",
         was_retracted: bool = False,
     ) -> None:
-        """Moves the request to `phase`, and to the component where it is in that phase. Releases its row if it holds
-        none there.
+        """Moves the request to `phase`, and to the component where it is in that phase. Releases its row if that phase
+        holds none.
 
         `lease` is the row that the request gets now, or None if it gets none. `at_s` is when the phase begins, by the
         engine's clock; None means now. `replica`, `lost` and `was_retracted` only go into the PhaseBegan event, which

@@ -2,9 +2,9 @@
 
 begin ──▶ chunk on the forward stream, before the next decode step ──▶ ... ──▶ last chunk ──▶ first token: ready
 
-A request comes here when little of its prompt is left to compute, when every replica lacks much more of it, or when no
-prefill replica is ready and `prefill_fallback` is on. Its KV is written to its own slots, so nothing is handed over. A
-ready request joins the running batch like one whose KV has landed.
+A request comes here when little of its prompt is left to compute, when every replica would have to compute much more,
+or when no replica is ready and `prefill_fallback` is on. Its KV is written to its own slots, so nothing is handed over.
+A ready request joins the running batch like one whose KV has landed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from decode_service.schedule.schedule_batch import ReadyRows
 class LocalPrompt:
     """A request whose prompt is computed here. `token_ids` [N] int64 are its prompt and output so far.
 
-    `is_long` means that, when it began, it did not fit in one chunk together with the short prompts. `sampling` are its
-    sampling parameters as they were then.
+    `is_long` means that at its begin the prompt did not fit in one chunk together with the short ones. `sampling` are
+    the request's sampling parameters at that time.
     """
 
     req: Request
@@ -75,9 +75,9 @@ class LocalPrefill:
     """Computes prompts on the decode service's forward stream. Only the engine thread calls it. `await_chunks` is the
     only method that waits for a forward.
 
-    One forward of chunks is in flight at a time, of at most `max_chunk_tokens` tokens. So the running rows wait for at
-    most one such forward from one of their tokens to the next. Prompts take turns: one that got tokens of a chunk goes
-    to the end of the line. So a short prompt does not wait for a long one's end.
+    One forward of chunks is in flight at a time, of at most `max_chunk_tokens` tokens. So between two of its tokens a
+    running row waits for at most one such forward. Prompts take turns: a prompt with a chunk in the forward goes to the
+    end of the line. So a short prompt does not wait for a long one's end.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LocalPrefill:
         return any(prompt.is_long for prompt in self._prompts.values())
 
     def begin(self, req: Request) -> None:
-        """Takes a request that has got its row, in which the KV of its cached prefix is already there."""
+        """Takes a request that holds a row. The KV of its cached prefix is already in the row."""
         assert req.lease is not None
         token_ids = np.array(req.token_ids, np.int64)
         num_cached = req.lease.num_cached

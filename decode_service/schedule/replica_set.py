@@ -2,8 +2,8 @@
 
     cost of a replica = tokens of the row that it has to compute + tokens that it has to compute before them
 
-While some idle replica has room for the row, the cost of another includes the tokens that it would have to evict. What
-a replica has cached is known from the rows that were handed to it and from the number of tokens that it says it
+While some idle replica has room for the row, the costs of the others also count tokens that they would have to evict.
+What a replica has cached is known from the rows that were handed to it and from the number of tokens that it says it
 evicted. It is an estimate, and a wrong one costs time only: the replica computes what it does not have.
 """
 
@@ -24,8 +24,8 @@ MAX_KNOWN_TOKENS = 1 << 22
 """The most tokens that this service remembers as cached at one replica. Each takes 16 bytes here."""
 
 _EVICTION_COST = 3
-"""How many tokens to compute an evicted token counts as, while some idle replica has room for the row. So an idle
-replica that is full gets the row only if at most a quarter of the row's tokens are not cached there.
+"""An evicted token costs as much as computing this many, while some idle replica has room for the row. So a full idle
+replica gets the row only if at most a quarter of the row's tokens are not cached there.
 """
 
 
@@ -77,7 +77,9 @@ class KnownPrefixes:
         return min(self._tree.num_cached(key.token_ids, key.namespace), len(key.token_ids) - 1)
 
     def add(self, key: CacheKey | None) -> None:
-        """Notes that the replica will have the tokens of `key` cached. Evicts others if they are more than it keeps."""
+        """Notes that the replica will have the tokens of `key` cached. Evicts other tokens if the replica cannot keep
+        all.
+        """
         if key is None:
             return
         lookahead, num_kept = self._tree.lookahead, min(self._max_tokens, MAX_KNOWN_TOKENS)
@@ -155,7 +157,7 @@ class ReplicaSet:
         """Takes the replicas' new states.
 
         `num_outstanding` says for each address how many tokens the replica is to compute for this service's rows. If
-        the replica itself reports more, the others are those of other services, and count until its next report.
+        the replica itself reports more, the rest belongs to other services, and counts until its next report.
         """
         self._num_of_others = {
             replica.address: self._num_of_others[replica.address]
@@ -185,15 +187,15 @@ class ReplicaSet:
         """Returns what is known of the process that serves at the replica's address, or None if none was ready there
         yet.
 
-        It stays known while the replica is not ready, because the same process may become ready again with all that it
-        had.
+        It stays known while the replica is not ready, because the same process may become ready again with all its
+        cached KV.
         """
         known = self._known.get(replica.address)
         if not replica.is_ready:
             return known
         if known is None or known.instance_id != replica.instance_id:
             return KnownPrefixes(replica, lookahead=self._lookahead)
-        if replica not in self._replicas:  # otherwise it is the last report, listed beside another replica's new one
+        if replica not in self._replicas:  # otherwise its last report is repeated, because another replica's changed
             known.update(replica, num_outstanding=num_outstanding)
         return known
 
@@ -216,15 +218,14 @@ class ReplicaSet:
     ) -> Route:
         """Chooses one of `candidates`, which are not empty, for a row of `num_tokens` tokens.
 
-        `key` is the row's in the prefix cache; None if it uses none. Without `uses_cached` the row is computed as a
+        `key` is the row's key in the prefix cache; None if it uses none. Without `uses_cached` the row is computed as a
         whole, whatever is cached. `num_outstanding` says for each address how many tokens the replica is to compute for
-        this service's rows. Of two that cost the same, the one that computes less is chosen, and of two that compute
-        the same the one whose cache is less full, so that idle replicas fill evenly.
+        this service's rows. Among replicas of equal cost the one that computes least is chosen, and then the one whose
+        cache is least full, so that idle replicas fill evenly.
 
         While some idle replica has room for the row, tokens that the others would have to evict for it cost more.
         Otherwise all conversations with one beginning would share the cache of one replica, if they come one after the
-        other. A replica that has something to compute gets no rows because of its room: it would get all rows until it
-        is full.
+        other. A busy replica's room counts for nothing: otherwise that replica would get all rows until it is full.
         """
         usable = key if uses_cached and self._routes_by_prefix else None
         offers = [self._offer(replica, usable, num_tokens, num_outstanding) for replica in candidates]
@@ -246,8 +247,7 @@ class ReplicaSet:
             self.num_known_tokens = {**self.num_known_tokens, address: known.num_tokens}
 
     def least_uncomputed(self, candidates: Sequence[Replica], key: CacheKey | None, num_tokens: int) -> int:
-        """Returns the number of tokens, of a row's `num_tokens`, that the candidate with the most of them cached has to
-        compute.
+        """Returns how many of a row's `num_tokens` tokens the candidate that has cached the most would have to compute.
 
         Returns 0 if there are no candidates, or if rows are not routed by prefix, so that nothing is known.
         """

@@ -97,14 +97,14 @@ class RowTokens(Protocol):
 
 
 Sharer: TypeAlias = tuple[str, str]
-"""Who shares rows and slots: a client, and the one of its tenants for whom the request is, or ""."""
+"""Who shares rows and slots: a client, and the tenant for whom it asks, or ""."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """The engine's record of one live request. Only `Lives` writes `phase`, `lease` and `seconds`.
 
-    `due_s` is when the request is due, by the engine's clock: common/priority.py says what follows from its `priority`.
+    `due_s` is when the request is due, by the engine's clock (see common/priority.py).
 
     `past_ids` are the prompt and the output up to the last time the request entered a pool row; `running_in` has the
     output since then. `arrival` orders requests by age: the smaller number is the older request.
@@ -120,9 +120,9 @@ class Request:
     them.
 
     `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
-    the KV of its first tokens that it waits for in the queue, because it is on its way for another request. If the
-    output is constrained, `matcher` has accepted all output so far, and `withheld` says after which drafts of the last
-    step whose masks were computed no token was allowed, because a copy of the matcher had failed.
+    KV of its first tokens that is on its way for another request, and for which this one waits in the queue. If the
+    output is constrained, `matcher` has accepted all output so far. `withheld` maps drafts of the last step with masks
+    to the failure of the matcher's copy that followed them: no token was allowed after these drafts.
     """
 
     request_id: str
@@ -257,8 +257,8 @@ class Request:
         return replace(self.sampling, num_prompt_logprobs=None)
 
     def take_scores(self, logprobs: PromptLogprobs) -> PromptLogprobs | None:
-        """Takes log-probabilities of the prompt. Returns those that no earlier attempt brought, or None if there are no
-        such ones.
+        """Takes log-probabilities of the prompt. Returns those that no earlier attempt brought, or None if there are
+        none.
         """
         assert logprobs.start <= self.num_scored, f"{self.request_id}: log-probabilities are missing"
         if logprobs.stop <= self.num_scored:
@@ -269,7 +269,7 @@ class Request:
 
     @property
     def needs_kv(self) -> bool:
-        """Whether the prompt's KV is used after prefill. It is not if the request generates no token."""
+        """Whether the prompt's KV is used after prefill. It is not if `max_tokens` is 0."""
         return self.sampling.max_tokens > 0
 
     def num_unsent(self, group_name: str) -> int:
@@ -306,12 +306,11 @@ class Request:
         return 0 if self.lease is None else self.lease.num_kept
 
     def found_cached(self, num_tokens: int) -> None:
-        """Records for how many tokens the present attempt used cached KV. The number of the first attempt is the one
-        that the caller sees.
+        """Records for how many tokens the present attempt used cached KV. The client sees the first number recorded.
 
-        If an earlier attempt was lost or retracted before its number came, the replica may have found KV that this
-        attempt left. Then at most as many tokens count as this service has cached: it keeps no KV that came only in
-        part.
+        If an earlier attempt was lost or retracted before its number came, the replica may have found KV that the
+        earlier attempt left. Then at most as many tokens count as this service had cached, because it caches no partly
+        received KV.
         """
         assert self.lease is not None, f"{self.request_id} holds no row"
         self.began_cached = num_tokens > 0 or self.lease.num_cached > 0

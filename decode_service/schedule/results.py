@@ -98,7 +98,7 @@ class ResultTaker:
 
     def look_ahead(self, step: LaunchedStep) -> dict[Request, AheadMatcher]:
         """Lets copies of matchers accept the tokens of a step with drafts that has published its lengths, and returns
-        them. The step has not ended, so what they accept may still be lost.
+        the copies. The step has not ended, so these tokens may still be lost.
         """
         ahead = dict[Request, AheadMatcher]()
         are_held = self.still_held(step)
@@ -143,9 +143,9 @@ class ResultTaker:
         """Gives up a row that had no valid token. `token_ids` are the step's accepted tokens up to the invalid one, or
         none.
 
-        If its grammar had reached a limit there, the request fails. Otherwise the row's KV is forgotten. If the request
-        began with KV that either service had cached, that KV may be the reason, and the request is retried without a
-        cache; if not, it fails.
+        If its grammar had reached a limit there, the request fails. Otherwise the prefix cache forgets the row's KV. If
+        the request began with KV that either service had cached, that KV may be the reason, and the request is retried
+        without a cache; if not, it fails.
         """
         if (failure := req.withheld.get(tuple(token_ids[:-1]))) is not None:
             self._lose([LostRow(req, req.sampling.constraint_error(failure), is_retryable=False)])

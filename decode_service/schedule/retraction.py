@@ -17,10 +17,11 @@ from decode_service.schedule.waiting_queue import Shares
 
 
 class Retraction:
-    """Takes slots from the last requests when the next step lacks some, or a client that waits.
+    """Takes slots from the last requests when the next step or a waiting client lacks some.
 
-    The last request has the worst priority after ageing (`level`). Of those, it is one of the client with the largest
-    standing in `shares`, and the last in turn (`Request.turn`) of that client's. Only the engine thread calls it.
+    The last request has the worst priority after ageing (`level`). Among equals it belongs to the client with the
+    largest standing in `shares`; among that client's requests it is the last in turn (`Request.turn`). Only the engine
+    thread calls it.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class Retraction:
     def make_way(self, running: ScheduleBatch, short: Sequence[RowNeed]) -> None:
         """Takes rows and slots for one of the waiting requests that lack some, from clients or tenants that hold more.
 
-        It does so for one that has waited for `reclaim_after_s`: the first in turn, or else another one for which its
-        own client's other tenants can give way. Of requests of no better level, those give way that `shares` says: they
-        wait behind it then. If all of these would not be enough, none gives way.
+        That request has waited for `reclaim_after_s`. For the first in turn any client may give way, for the others
+        only other tenants of their own client. Among requests of no better level, `shares` says which give way: they go
+        back to the queue. If all of these would not be enough, none gives way.
         """
         now_s = self._clock()
         for place, each in enumerate(short):
@@ -73,7 +74,7 @@ class Retraction:
                 self._shares.look(self._lives.holding, now_s)
 
     def _giving_way(self, running: ScheduleBatch, short: RowNeed, now_s: float, *, is_first: bool) -> Sequence[Request]:
-        """Returns the requests that give way to one that waits. There are none if all are too few, or none need to."""
+        """Returns the requests that give way to a waiting one: none if all would not be enough, or none need to."""
         req = short.req
         level = self._level(req, now_s)
         others = [

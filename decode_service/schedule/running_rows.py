@@ -176,7 +176,8 @@ class DraftTallies:
         """Adds the figures of one step to `rows` [B], which are distinct and want drafts.
 
         `num_accepted` [B] is how many drafts of each row were accepted, and `num_forced` [B] how many its grammar
-        forced. By level count only rows without forced drafts: the others do not show how well the head guesses.
+        forced. The figures by level count only rows without forced drafts: others do not show how well the head
+        guesses.
         """
         num_levels, accepted_at = spec_info.num_steps, _NUM_TOTALS + self._max_depth
         step = np.zeros((len(rows), self._table.shape[1]))

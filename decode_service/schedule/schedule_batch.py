@@ -40,9 +40,8 @@ class ScheduleBatch:
 
     Every operation keeps the order of entries. `req_pool_indices` and `seq_lens` are [B] int64 on the device. `*_cpu`
     are their copies on the host and never share storage with them. A column is replaced, never written in place,
-    because a forward in flight may read it. `forced` are the tokens that grammars of
-    requests force next; a request without any is not in it. Properties derived from `reqs` are cached until entries
-    come or go.
+    because a forward in flight may read it. `forced` maps requests to the tokens that their grammars force next;
+    requests without any are left out. Properties derived from `reqs` are cached until entries come or go.
     """
 
     def __init__(
@@ -168,8 +167,8 @@ class ScheduleBatch:
         position.
 
         Without drafts an entry gets one slot, and its length grows by one in new tensors. With drafts the lengths stay:
-        the forward finds out how many tokens it commits, and the next step overwrites the slots of the others. Returns
-        False and changes nothing if the pool has too few slots.
+        the forward finds out how many tokens it commits, and the next step overwrites the slots of rejected drafts.
+        Returns False and changes nothing if the pool has too few slots.
         """
         if not pool.grow(self.rows, self.wanted_tokens()):
             return False
@@ -241,7 +240,7 @@ class ScheduleBatch:
 
 
 def depth_within(depth: Depth, batch: ScheduleBatch, pool: KvPool, num_unread: NDArray[np.int64]) -> SpecInfo:
-    """Returns the speculation of the batch's next step. `num_unread` [B] is what the drafter has not read of each row.
+    """Returns the speculation of the batch's next step. `num_unread` [B] counts each row's unread tokens.
 
     If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction. In
     any case `batch.spec_info` is set to the chosen depth; the caller must replace it by the result.

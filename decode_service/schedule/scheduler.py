@@ -73,10 +73,10 @@ Deliver = Callable[[Sequence[Event]], None]
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    `depth` decides how deep each step drafts, `config.spec_info` at most. `drafter` proposes the drafts; None is the
-    model's draft head, if `parts` has one. At most `size.max_rows` rows are reserved, receive KV or run, together.
+    `depth` decides how deep each step drafts, up to `config.spec_info`. `drafter` proposes the drafts; None is the
+    model's draft head, if `parts` has one. Together, at most `size.max_rows` rows are reserved, receive KV or run.
     Figures and time-outs use `clock` (monotonic seconds). `deliver` gets events when the engine is about to wait or
-    ends; without it steps return them.
+    ends; without `deliver`, `step` returns them.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class DecodeEngine:
         self._in_flight: SealedStep | None = None
         self._ahead: dict[Request, AheadMatcher] = {}  # the matchers that have accepted tokens of the step in flight
         self._is_draining = False
-        self._is_stalled = False  # slots are short, and those that become free are still in use
-        self._has_freed = False  # at the last step's end; then requests short of slots are tried at once
+        self._is_stalled = False  # too few slots are free, and those that become free are still in use
+        self._has_freed = False  # whether the last step's end freed rows; then requests short of slots are tried
         self._num_steps = 0
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -249,9 +249,10 @@ class DecodeEngine:
         return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
 
     def _use_wait(self, until: StreamEvent | None) -> None:
-        """Does what need not delay a launch, before the engine waits for `until`: hands events over, since the edge's
-        thread competes for the interpreter, and starts copies of received segments that wait for this thread. It starts
-        one, and more until the event; None: only one.
+        """Does work that must not delay a launch, before the engine waits for `until`.
+
+        It hands events over, because the edge's thread then competes for the interpreter. It starts the copy of one
+        waiting segment, and of more until the event `until` is done; with None, of only one.
         """
         self._outbox.hand_over()
         if self._landing.has_waiting:
@@ -376,7 +377,8 @@ class DecodeEngine:
         return None if running.is_empty or self._is_stalled else running
 
     def _forced_tokens(self, running: ScheduleBatch, *, has_published: bool) -> dict[Request, Sequence[int]]:
-        """Returns the tokens with which grammars force requests of the batch to go on, as many as a step drafts.
+        """Returns, for each request of the batch, the tokens that its grammar forces next, at most as many as a step
+        drafts.
 
         `has_published` says whether the step in flight has published its lengths, so that its tokens are known.
         """
@@ -457,7 +459,7 @@ class DecodeEngine:
         """Enqueues the rest of a step: the draws under grammars, the stash, and the copy of the results.
 
         The masks of the draws follow from the tokens of the step before, so that step must be finished. The rows of
-        requests that ended with it are not reclaimed before this call.
+        requests that ended with that step are not reclaimed before this call.
         """
         output, mask_s = launched.output, 0.0
         if output.draw is not None:
@@ -511,7 +513,7 @@ class DecodeEngine:
             return
         if self.pool.windows:
             is_held = self._taker.still_held(ended)
-            num_computed = ended.batch.seq_lens_cpu - ended.batch.num_tokens + 1  # at least: the next step reads on
+            num_computed = ended.batch.seq_lens_cpu - ended.batch.num_tokens + 1  # at least: without accepted drafts
             self.pool.leave_behind(ended.rows[is_held], num_computed[is_held], at_least=self._config.left_together)
         self._taker.take(ended, ahead)
         self._retraction.requeue_left()

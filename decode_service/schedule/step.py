@@ -72,7 +72,8 @@ class LaunchedStep:
     ) -> SealedStep:
         """Enqueues the copy of the results to the host, and records the step's end.
 
-        `previous_end` is the end of the step in flight, or None. `mask_s` is how long its masks took to compute.
+        `previous_end` is the end of the step in flight, or None. `mask_s` is how long this step's masks took to
+        compute.
         """
         host: Cell[_HostResults] = Cell()
         output = self.output
@@ -89,7 +90,7 @@ class LaunchedStep:
 
         stream.enqueue(copy_results, self.scope)
         kept = vars(self)
-        if not device.runs_pieces_beside:  # otherwise its thread would stop to free finished objects
+        if not device.runs_pieces_beside:  # otherwise the device's thread would stop to free finished objects
             kept = {**kept, "output": replace(output, kept=())}
         end = stream.record(self.scope, "the end")
         return SealedStep(**kept, host=host, end=end, previous_end=previous_end, mask_s=mask_s)
@@ -97,7 +98,7 @@ class LaunchedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class SealedStep(LaunchedStep):
-    """A step all of which is enqueued. It keeps every tensor and cell of the step alive until the event `end`."""
+    """A step whose work is all enqueued. It keeps every tensor and cell of the step alive until the event `end`."""
 
     host: Cell[_HostResults]
     end: StreamEvent

@@ -18,7 +18,7 @@ from decode_service.schedule.request import Request, Sharer
 OTHERS = "*"
 """Stands for all clients without a weight of their own."""
 HORIZON_S = 10.0
-"""For how long a client is expected to keep what it holds, and how long turns are where there is too little for all."""
+"""For how long a client is expected to keep what it holds. Where there is too little for all, turns are this long."""
 _MAX_IDLE = 1024
 
 
@@ -29,11 +29,10 @@ class WaitingQueue:
     while it waits. It does not get better than `best_priority`, so that a client with many old requests gets no
     advantage over one with new ones.
 
-    Among requests of one level, the client goes first whose standing in `shares` would be the smallest with its next
-    request, and among the tenants of a client the one with the smallest of theirs. Those of equal standing take turns:
-    a new one joins at the end of the line, and goes back there after its turn. The requests of each tenant are in the
-    order of `Request.turn`, also those that come back to the queue. `num_changes` counts the requests that joined or
-    left.
+    Among requests of one level, the client comes first whose standing in `shares` would be smallest if it also held its
+    next request's row; the same holds among a client's tenants. Clients or tenants of equal standing take turns: a new
+    one joins the end of the line, and goes back there after its turn. Each tenant's requests are in the order of
+    `Request.turn`, also those that come back to the queue. `num_changes` counts the requests that joined or left.
     """
 
     def __init__(self, *, ageing: Ageing, best_priority: int, shares: Shares) -> None:
@@ -42,7 +41,7 @@ class WaitingQueue:
         self._ageing = ageing
         self._best_priority = best_priority
         self.shares = shares
-        # Requests by client and tenant; of those of equal standing the one with the next turn comes first
+        # Requests by client and tenant; at equal standing the client or tenant with the next turn comes first
         self._lines: dict[str, dict[str, list[Request]]] = {}
 
     def __len__(self) -> int:
@@ -58,9 +57,9 @@ class WaitingQueue:
     def in_turn(self, now_s: float) -> Iterator[Request]:
         """Yields each waiting request once, in the order of handoff at `now_s`, a time of the engine's clock.
 
-        If a yielded request is still in the queue when the next one is taken, its client keeps its turn. If the request
-        waits for another one's KV, the others have their turns before the tenant's next request nevertheless, so that
-        many requests with one beginning hold up nobody else.
+        If a yielded request is still in the queue when the next one is taken, its client keeps its turn. But if that
+        request waits for another one's KV, others have their turns before the tenant's next request. So many requests
+        with one beginning hold up nobody else.
         """
         lines = {(client, tenant): deque(line) for client, own in self._lines.items() for tenant, line in own.items()}
         places = itertools.count()
@@ -68,7 +67,7 @@ class WaitingQueue:
         clients: list[tuple[int, int, float, int, str]] = []
 
         def push_tenant(sharer: Sharer, num_passed: int, place: int) -> None:
-            """Adds a line's next request to its client's. `num_passed` counts the turns that it has passed on."""
+            """Adds a tenant's next request to its client's heap. `num_passed` counts the turns it has passed on."""
             if line := lines[sharer]:
                 standing = self.shares.tenant_with(sharer, len(line[0].token_ids))
                 item = (self.level(line[0], now_s), num_passed, standing, place, sharer[1])
@@ -105,7 +104,7 @@ class WaitingQueue:
             push_client(client, client_place)
 
     def first_of_each_client(self, now_s: float) -> Iterator[Request]:
-        """Yields, of each client that has several tenants, the waiting request that is its next."""
+        """Yields the next waiting request of each client that has several tenants."""
         for client, own in self._lines.items():
             if self.shares.num_tenants(client) > 1:
                 firsts = [line[0] for line in own.values()]
@@ -152,7 +151,7 @@ Node: TypeAlias = Sharer | str
 
 
 class _Siblings:
-    """Keeps the charges, by name, of those who share one whole: of all clients, or of the tenants of one client."""
+    """Keeps the charges (see `Shares`), by name, of all clients, or of the tenants of one client."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -171,7 +170,7 @@ class _Siblings:
         return self._charges.get(name, self._floor)
 
     def charge(self, parts: Mapping[str, float], seconds: float) -> None:
-        """Charges each for what it holds, in parts of the whole divided by weights, for `seconds`."""
+        """Charges each name for holding its part (see `Shares`) for `seconds`."""
         for name, part in parts.items():
             self._charges[name] = self.charge_of(name) + part * seconds
         total = sum(part * self.weight(name) for name, part in parts.items())
@@ -196,28 +195,29 @@ class _Siblings:
 class Shares:
     """Says which client is served first, and which gives way. Only the engine thread calls it.
 
-    A client's part is what it holds of the pool's rows or of its slots, whichever is more, divided by its weight. While
-    requests wait, each client is charged its part for every second. The client with the smallest standing, which is its
-    charge and HORIZON_S times its part, has the next turn, and the one with the largest gives way. So clients that
-    always have requests waiting hold parts in proportion to their weights, and over time also where parts are coarse.
-    The tenants of one client share what it holds in the same way, all with the same weight.
+    A client's part is its fraction of the pool's rows or of its slots, whichever is larger, divided by its weight.
+    While requests wait, each client is charged its part for every second. A client's standing is its charge plus
+    HORIZON_S times its part. The client with the smallest standing has the next turn, and the one with the largest
+    gives way. So clients that always have requests waiting hold rows and slots in proportion to their weights; where
+    there are too few for all, they do so over time. The tenants of one client share what it holds in the same way, all
+    with the same weight.
 
-    Who begins to wait gets at least the charge of one that had always held what is its by its weight: it has saved
-    nothing up while it did not ask. That charge grows with all that anyone is charged, so clients that come for the
-    first time, however many, do not pass one that waits for ever.
+    A client that begins to wait gets at least the charge of one that always held its fair part: not asking saves
+    nothing up. That charge grows whenever anyone is charged, so new clients, however many, cannot pass a waiting one
+    for ever.
 
-    `weights` has the weight of each client, and that of all others as OTHERS, or 1. The charges of at most 1024 clients
-    that do not wait are kept, the largest ones.
+    `weights` has weights by client; OTHERS stands for all others, whose weight is 1 by default. Of clients that do not
+    wait, the 1024 largest charges are kept.
     """
 
     def __init__(self, weights: Mapping[str, float], *, max_rows: int, num_slots: int) -> None:
         self._max_rows = max_rows
         self._num_slots = num_slots
         self._clients = _Siblings(weights)
-        self._tenants: dict[str, _Siblings] = {}  # of each client of which some wait or hold rows
-        self._num_waiting: Counter[str] = Counter()  # tenants of each client
+        self._tenants: dict[str, _Siblings] = {}  # by client, if any of them wait or hold rows
+        self._num_waiting: Counter[str] = Counter()  # waiting tenants, by client
         self._looked_s: float | None = None
-        # At the last look: the part that is fair for a client of weight 1, and how many tenants of a client share its
+        # At the last look: the fair part of a client of weight 1, and how many tenants share the part of each client
         self._fair = 1.0
         self._num_tenants: dict[str, float] = {}
         self._rows: Counter[Node] = Counter()
@@ -232,9 +232,7 @@ class Shares:
         return self._tenants[client].num_charges if client in self._tenants else 0
 
     def look(self, holding: Iterable[Request], now_s: float) -> None:
-        """Notes what the requests that hold rows have, and charges for the time since the last look, by the engine's
-        clock.
-        """
+        """Notes what the requests `holding` rows hold, and charges clients for the time since the last look."""
         if self._looked_s is not None:
             self._charge(now_s - self._looked_s)
         self._looked_s = now_s
@@ -265,7 +263,7 @@ class Shares:
         self._looked_s = None
 
     def gets(self, sharer: Sharer, num_tokens: int, *, num_rows: int = 1) -> None:
-        """Notes that a client, for one of its tenants, holds `num_rows` more, with `num_tokens` slots."""
+        """Notes that a client holds `num_rows` rows more for one of its tenants, with `num_tokens` slots together."""
         for node in (sharer[0], sharer):
             self._rows[node] += num_rows
             self._tokens[node] += num_tokens
@@ -275,7 +273,7 @@ class Shares:
         self.gets(sharer, -num_tokens, num_rows=-1)
 
     def standing(self, sharer: Sharer) -> tuple[float, float]:
-        """Returns the standing of a client, and that of its tenant, with what they hold, in seconds of the pool."""
+        """Returns the standings of a client and of its tenant, in seconds of holding the whole pool."""
         tenants = self._tenants.get(sharer[0])
         charge = 0.0 if tenants is None else tenants.charge_of(sharer[1])
         return (
@@ -294,10 +292,10 @@ class Shares:
     def gives_way(self, sharer: Sharer, num_given: int, waiting: Sharer, num_tokens: int) -> bool:
         """Returns whether a request with `num_given` slots gives way to one that waits and takes `num_tokens`.
 
-        It does if its client (or its tenant, if the client is the same) stands behind the waiting one even with what
-        that gets, and one of these is true: it has at least as much left as that then has; it holds more than its fair
-        part, and that then does not; or it was charged for HORIZON_S more of what it holds. By the last one, parts that
-        are too coarse for all are held in turn.
+        The two clients are compared; if they are the same, their tenants. The holder gives way if its standing is
+        larger even when the waiter has got its row, and one of these is true: the holder keeps at least as large a part
+        as the waiter gets; it holds more than its fair part, and the waiter would not; or its charge is larger by
+        HORIZON_S times its part. By the last rule, parts that are too coarse for all are held in turn.
         """
         holder: Node
         waiter: Node
@@ -333,7 +331,7 @@ class Shares:
         return (node for node in self._rows if isinstance(node, tuple))
 
     def _part(self, node: Node, num_rows: int = 0, num_tokens: int = 0) -> float:
-        """Returns the part of a client or a tenant, with so many rows and slots more."""
+        """Returns the part of a client or tenant if it held so many more rows and slots."""
         of_rows = (self._rows[node] + num_rows) / self._max_rows
         of_slots = (self._tokens[node] + num_tokens) / self._num_slots
         return max(of_rows, of_slots) / (self._clients.weight(node) if isinstance(node, str) else 1.0)

@@ -10,9 +10,8 @@ At depth 0 the draft head does not read each token; it catches up now and then (
 charged its share of that. Drafting needs a draft seed from the step before. A step of depth 0 leaves one only if the
 head catches up in that step, and drafts must pay for that too.
 
-What a grammar forces is expected to be accepted, so a step knows some of its drafts' acceptance, and the head is
-judged by its own drafts alone. Whether to keep a draft seed, or to begin drafting, depends on how often drafts are
-accepted in all.
+Drafts that a grammar forces are expected to be accepted, so the head is judged by its own drafts alone. Whether to keep
+a draft seed, or to begin drafting, depends on how often drafts of both kinds are accepted.
 
 A probe with drafts is followed by a step of depth 0, with which its time is compared. If the best depth drafts, its
 next step comes right after that step, and is compared with it too. A depth with too few measurements is probed soon.
@@ -35,7 +34,7 @@ from decode_service.speculate.spec_info import SpecInfo
 from decode_service.speculate.step_times import StepTimes
 
 _FIRST_ACCEPTANCE = 0.7
-# The weight of one draft in an average rate; multiplied by the steps since a draft of that level
+# The weight of one draft in an average rate; a draft counts once per step since the last one of its level
 _ACCEPTANCE_WEIGHT = 0.02
 _MAX_STALE_STEPS = 16
 # The least number of steps between probes of unmeasured depths; grows with each such probe in a row
@@ -57,7 +56,7 @@ class Depth(Protocol):
     def levels(self) -> Sequence[SpecInfo]:
         """One SpecInfo for each depth that may be chosen, the deepest last.
 
-        `choose` may also return one with `leaves_seed` False.
+        `choose` may also return the first one with `leaves_seed` False.
         """
 
     def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
@@ -117,7 +116,7 @@ class _Expected:
 
 
 class AdaptiveDepth:
-    """A Depth that chooses from measured steps how many levels to draft, from 0 to those of `deepest`.
+    """A Depth that chooses, by measured steps, how many levels to draft, from 0 to `deepest.num_steps`.
 
     It reads no clock: its choices depend only on what it is given.
     """
@@ -127,7 +126,7 @@ class AdaptiveDepth:
         self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
         self._acceptance = [_FIRST_ACCEPTANCE] * deepest.num_steps  # of the head's drafts
         self._forced_share = [0.0] * deepest.num_steps  # how often a row's draft of the level is forced
-        self._are_forced = Counter[int]()  # how many rows of the next step have so many forced drafts
+        self._are_forced = Counter[int]()  # maps a number of forced drafts to how many rows of the next step have it
         self._stale_steps = [1] * deepest.num_steps
         self._times = StepTimes(num_levels=deepest.num_steps, max_unread=deepest.max_unread)
         self._has_seeds = True
@@ -237,8 +236,7 @@ class AdaptiveDepth:
 
         Only rows that want drafts commit more than one token: `num_forced` maps a number of forced drafts to how many
         of these rows have as many. The other drafts are accepted with `acceptance`, unless they follow forced ones that
-        the head does not read. `begin_s`, the cost of a draft
-        seed, is spread over the steps that draft from then on.
+        the head does not read. `begin_s`, the cost of a draft seed, is spread over `_BEGIN_STEPS` drafting steps.
         """
         plain_s, *drafting_s = self._times.steps_s(num_rows)
         steps = [_Expected.of(num_rows, plain_s)]
@@ -281,5 +279,5 @@ def _weight(num_drafts: int) -> float:
 
 
 def depth_of(spec_info: SpecInfo, *, adapts: bool) -> Depth:
-    """Returns the policy for `spec_info`: adaptive, or fixed, as it is if nothing is drafted."""
+    """Returns the policy for `spec_info`: fixed, unless it `adapts` and something is drafted."""
     return AdaptiveDepth(spec_info) if adapts and spec_info.has_drafts else FixedDepth(spec_info)

@@ -23,10 +23,9 @@ class SpecInfo:
     `num_steps` is the number of levels; with 0 nothing is drafted. `num_draft_tokens` drafts of a row are verified. In
     a tree the `topk` likeliest nodes of each level get `topk` children each, and the likeliest of all drafts are
     verified. `leaves_seed` says whether the step leaves a draft seed (first drafts and hidden state), without which the
-    next step cannot draft. A step that drafts nothing and leaves no draft seed need not run the head: its tokens are
-    stored and stay unread, fewer than `max_unread` of each row. `reads_drafts` says
-    whether the drafter reads a step's drafts to draft what follows them; a head of several layers does not, because it
-    has drafted all levels before.
+    next step cannot draft. A step that drafts nothing and leaves no draft seed need not run the head: its tokens stay
+    unread, fewer than `max_unread` per row. `reads_drafts` says whether the drafter reads a step's drafts to draft what
+    follows them; a head of several layers does not, because it has drafted all levels before.
     """
 
     num_steps: int
@@ -90,7 +89,9 @@ class SpecInfo:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots past a row's committed KV that a step writes. Drafting and verification use the same."""
+        """The number of slots past a row's committed KV that a step writes. Drafting and verification write the same
+        slots.
+        """
         return max(self.num_verify_tokens, self.topk * (self.num_steps - 1))
 
 
@@ -102,7 +103,7 @@ def num_drafted(num_steps: int, topk: int) -> int:
 
 
 NO_DRAFTS = SpecInfo.chain(0)
-"""The steps of a service that never drafts."""
+"""The shape of every step of a service that never drafts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,9 @@ class StepTimes:
     def add(self, spec_info: SpecInfo, *, num_unread: NDArray[np.int64], stats: SpeculationStats) -> None:
         """Adds the times of one step, which `stats` has. `spec_info` says how deep the step drafted.
 
-        `num_unread` [B] has for each row how many of its tokens the head had not read before the step. A step that a
-        grammar has spared all drafting is too fast for its depth, and counts only until as many steps of the depth as
-        are ever kept are known.
+        `num_unread` [B] has for each row how many of its tokens the head had not read before the step. A step in which
+        the head did not run, because all drafts were forced, is too fast for its depth. It counts only until the depth
+        has as many measurements as are kept.
         """
         if stats.verify_s <= 0:  # the clock is too coarse: this step cannot be measured or compared
             self._before = self._latest = None

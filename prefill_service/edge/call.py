@@ -1,5 +1,5 @@
-"""One Handoff call on the prefill side: the checks of its rows before the engine gets them, their numbers there, and
-the frames on their way from the engine to the gRPC stream.
+"""One Handoff call on the prefill side: the checks of its rows before the engine gets them, the engine's numbers for
+them, and the frames on their way from the engine to the gRPC stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CallError = BatonError | ProtocolError
 class HandoffCall:
     """The frames of one Handoff call that the engine emitted and gRPC has not taken. For the event loop only.
 
-    The engine's send budget bounds their memory, because a frame returns its bytes only when gRPC takes it.
+    The engine's send budget bounds their memory: a frame's bytes return to it only when gRPC takes the frame.
     """
 
     def __init__(self, call_id: str, numbering: RowNumbering, traces: RowTraces) -> None:
@@ -72,7 +72,8 @@ class HandoffCall:
         return dropped
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Takes back lent segments that the receiver has read in this service's pool. `numbers` are their numbers.
+        """Takes back lent segments that the receiver has read in this service's pool. `numbers` are their ticket
+        numbers.
 
         Raises ProtocolError if one of them is not lent to the call.
         """
@@ -90,9 +91,9 @@ class HandoffCall:
         """Waits for the next frame to write. Returns None when the engine has ended the call and every lent segment is
         back.
 
-        A lent segment is one that the receiver reads in this service's pool. If the call ended earlier, the receiver
-        would take it that its reads are no longer expected. Raises the error that the call failed with. Raises
-        TimeoutError if there is no frame and the receiver returns no lent segment for `stall_timeout_s`.
+        A lent segment is one that the receiver reads in this service's pool, and gives back in this call. So the call
+        must not end before. Raises the error that the call failed with. While segments are lent, raises TimeoutError if
+        for `stall_timeout_s` there is no frame and no segment is given back.
         """
         while True:
             if self._error is not None:
@@ -114,8 +115,8 @@ class HandoffCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLimits:
-    """The limits of the served model and of its engine, which keeps the KV of up to `max_cached_tokens` for later
-    rows.
+    """The limits of the served model and of its engine, which keeps the KV of up to `max_cached_tokens` tokens for
+    later rows.
     """
 
     vocab_size: int
@@ -128,8 +129,8 @@ def check_row(
 ) -> HandoffRow | RowFailed:
     """Checks one row. Returns the row, or a RowFailed that says why this model cannot compute it.
 
-    `group_names` are the names of the model's layer groups.
-    Only a row that is too long is retryable, because a replica's limit depends on its memory.
+    `group_names` are the names of the model's layer groups. Only a row that is too long may be retried, because another
+    replica may have more memory.
     """
     num_tokens = len(row.token_ids)
     if num_tokens > limits.max_context_tokens:
@@ -154,7 +155,7 @@ def invalid_row(index: int, message: str) -> RowFailed:
 
 
 def unmatched_row(index: int, error: InvalidRequest) -> RowFailed:
-    """Returns the failure of a row whose grammar or token rules are refused, or whose output so far is against them."""
+    """Returns the failure of a row whose grammar or token rules are refused, or whose output so far breaks them."""
     if error.field == "generated_token_ids":  # a defect: the decode service has checked it
         return invalid_row(index, str(error))
     return RowFailed(row=index, reason=RowFailure.CONSTRAINT, retryable=False, message=error.message)

@@ -1,6 +1,6 @@
 """What is recorded of the rows of Handoff calls: metrics, and OpenTelemetry spans.
 
-Each span of a row is a child of the span that its request brought along.
+A row's span is a child of the span that its request brought along.
 
 prefill_row ├ queue ┼ chunk ┼ chunk ┼ chunk ┤
                             ├ send ────────────────┤     from the row's first segment until the stream has its last byte

@@ -1,4 +1,4 @@
-"""The prefill service's edge as `ServiceLife` starts and stops it, and its methods on a gRPC server."""
+"""The prefill service's edge, which `ServiceLife` starts and stops, and the registration of its gRPC methods."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class PrefillServicer:
 
     For every OpenCall it posts one CloseCall, unless the engine ended the call (CallDone) and every frame was written.
     When gRPC has taken KV or log-probabilities, it posts BytesSent, which gives their bytes back to the send budget.
-    CloseCall gives back the bytes of those that gRPC has not taken.
+    CloseCall gives back the bytes that gRPC has not taken.
     """
 
     def __init__(
@@ -270,8 +270,8 @@ class PrefillServicer:
     async def _make_matcher(self, call: HandoffCall, index: int, row: HandoffRow) -> None:
         """Makes the matcher of a constrained row, which has number `index` in the engine, and posts it to the engine.
 
-        A row whose grammar is refused, or whose matcher comes too late, fails alone; so does one whose output so far is
-        against its rules.
+        A row whose grammar is refused, or whose matcher comes too late, fails alone; so does one whose output so far
+        breaks its rules.
         """
         command: Command
         try:

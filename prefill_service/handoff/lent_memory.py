@@ -19,8 +19,8 @@ from common.nixl.backoff import Backoff
 from common.nixl.child import NixlError, TransferProcess
 
 _MAX_DOUBLINGS = 9
-"""How many times in a row the wait before a restart may double. The wait grows because each end of the process breaks
-calls.
+"""How many times in a row the wait before a restart may double. The wait grows because each end of NIXL's process
+breaks calls.
 """
 _TIMEOUT_S = 10.0
 _SERVING_INTERVAL_S = 0.0005
@@ -80,8 +80,8 @@ class LentMemory:
         return cls(pool, lender)
 
     def offer(self, answer: prefill_pb2.GetFingerprintResponse) -> None:
-        """Adds to the answer what receivers need to read the pool, if they can: the name by which they map it, or what
-        they read it with through NIXL, which is empty while NIXL's process is not there.
+        """Adds to the answer what receivers need to read the pool, if they can: the name by which they map it, or the
+        data with which NIXL reads it, which are empty while NIXL's process does not run.
         """
         if self.pool is not None:
             answer.kv_pool = self.pool.name

@@ -1,7 +1,7 @@
 """Parts of prompts' KV, each as large as one segment, and the two ways to send them.
 
 CopyingSender    sends bytes: copies them out of the pool, within a budget, for gRPC
-LendingSender    lends them: receivers get tickets into the pool's memory, and read it there
+LendingSender    lends KV: receivers get tickets, and read the KV in the pool's memory
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from prefill_service.prompt import Prompt
 
 
 def first_sent(prompt: Prompt, pool: KvPool, group_name: str) -> int:
-    """Returns the first token of a prompt whose KV of a layer group is sent: the receiver lacks it, and will use it."""
+    """Returns the prompt's first position whose KV of a layer group is sent: the receiver lacks it, and will use it."""
     return max(prompt.row.num_held_of(group_name), pool.first_kept(group_name, prompt.num_tokens))
 
 
 def sent_bytes(prompt: Prompt, pool: KvPool, group_name: str) -> int:
-    """Returns the size of a prompt's KV of a layer group that is sent."""
+    """Returns how many bytes of a prompt's KV of a layer group are sent."""
     return pool.groups[group_name].token_bytes * (prompt.num_tokens - first_sent(prompt, pool, group_name))
 
 
 def sent_tokens(chunk: Chunk[Prompt], first: int) -> range:
-    """Returns the tokens whose KV is sent with a chunk: those up to its end from the token `first` on.
+    """Returns the tokens whose KV is sent with a chunk: the chunk's, except those before position `first`.
 
-    A prompt's first chunk is sent together with the KV that the prefix cache had.
+    The tokens of a prompt's first chunk include those whose KV was in the prefix cache.
     """
     return range(max(0 if chunk.is_first else chunk.start, first), chunk.stop)
 
@@ -108,7 +108,7 @@ class UnsentKv:
 
 @dataclass(frozen=True, slots=True)
 class SentKv:
-    """A segment of a prompt that is ready to be sent, or the error with which its copy failed. One of both is None."""
+    """A segment of a prompt that is ready to be sent, or the error with which its copy failed. One of them is None."""
 
     prompt: Prompt
     segment: KvSegment | None
@@ -144,8 +144,8 @@ class SegmentSender(ABC):
     def poll(self) -> Iterator[SentKv]:
         """Yields the segments that are ready, in order. For a segment whose copy failed it yields the error instead.
 
-        KV that a failed forward did not write is left out: that forward's end fails its prompts. Raises the error of a
-        failed device or stream.
+        KV that a failed forward did not write is left out: its prompts fail when that forward ends. Raises the error of
+        a failed device or stream.
         """
 
     @abstractmethod
@@ -201,8 +201,8 @@ class CopyingSender(SegmentSender):
         """Creates a sender with a stream of its own for the copies.
 
         `new_framed_kv` allocates the memory into which KV is copied if the pool is in host memory; None means the
-        device's own host buffers. On a CPU `on_event` is called by the copying stream's thread after each copy,
-        whose end `poll` then sees.
+        device's own host buffers. On a CPU the copying stream's thread calls `on_event` after each copy has ended, so
+        that the engine polls.
         """
         super().__init__(max_segment_bytes=max_segment_bytes)
         self._device = device
@@ -258,7 +258,9 @@ class CopyingSender(SegmentSender):
         return call_id in self._unsent
 
     def has_room(self, call_id: str) -> bool:
-        """Whether the call may take more of the budget: the budget and the call's share are not used up."""
+        """Whether the call may take more of the budget: it has taken none, or the budget and its share are not
+        exceeded.
+        """
         return self._may_take(call_id, 0)
 
     def take_budget(self, call_id: str, num_bytes: int) -> None:
@@ -383,8 +385,8 @@ class LendingSender(SegmentSender):
     def forget(self, prompt: Prompt) -> None:
         """Sends no more of this prompt, and forgets its lent segments.
 
-        A receiver that still reads them notices when the slots are reused: their stamps (numbers that are new for each
-        row that gets a slot) are then newer than the one in its ticket.
+        A receiver that still reads them notices when the slots are reused: a slot that a row gets has a new stamp, a
+        number larger than the ticket's.
         """
         super().forget(prompt)
         self._lent = {number: borrower for number, borrower in self._lent.items() if borrower is not prompt}

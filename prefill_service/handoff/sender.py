@@ -31,13 +31,13 @@ from prefill_service.prompt import Prompt
 
 class KvSender:
     """Sends the KV of prompts as copies, or as loans if the call's receiver can read the pool's `memory`. A loan copies
-    nothing. A part is that part of a prompt's KV that goes into one segment. Only the engine thread calls this class,
-    and nothing here blocks.
+    nothing. A part is KV of one prompt that goes into one segment. Only the engine thread calls this class, and nothing
+    here blocks.
 
     Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
-    always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have
-    parts queued or bytes that gRPC has not taken, each takes at most a quarter of the budget. Log-probabilities of
-    prompts take budget too, from every call.
+    always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have parts
+    queued or bytes that gRPC has not taken, each takes at most a quarter of the budget. Log-probabilities of prompts
+    take budget too, also in calls whose KV is lent.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class KvSender:
 
     @property
     def unsent_bytes(self) -> int:
-        """The bytes copied out of the pool, or being copied, and of log-probabilities, that no transport has taken."""
+        """The bytes of KV copied out of the pool, or being copied, and of log-probabilities, that no transport has
+        taken.
+        """
         return self._copying.unsent_bytes
 
     @property
@@ -120,12 +122,12 @@ class KvSender:
     def may_add_logprobs(self, call_id: str) -> bool:
         """Whether the budget has room for log-probabilities of the call's prompts.
 
-        Those of forwards in flight are not counted yet, so they may exceed it.
+        Log-probabilities of forwards in flight are not counted yet, so they may exceed the budget.
         """
         return self._copying.has_room(call_id)
 
     def add_logprobs(self, call_id: str, num_bytes: int) -> None:
-        """Counts log-probabilities that the transport gets: they take budget until they are given back."""
+        """Counts log-probabilities that the transport gets: they take budget until `give_back`."""
         self._copying.take_budget(call_id, num_bytes)
 
     def give_back(self, returned: BytesSent | SegmentsReturned) -> None:
@@ -160,8 +162,8 @@ class KvSender:
         """Queues a range of a group's layers of a forward's chunks, to be sent after the event `written`.
 
         It may be called while the forward is still being launched. `queue`, called after the launch, queues the other
-        groups. One range of all chunks comes before the next range, so that one chunk's last layers do not delay
-        another's first ones.
+        groups. Each call queues its range for all chunks, so that one chunk's last layers do not delay another's first
+        ones.
         """
         for chunk in chunks:
             first = first_sent(chunk.prompt, self._pool, group.name)
@@ -198,8 +200,8 @@ class KvSender:
     def poll(self) -> list[SentKv]:
         """Returns segments whose copies have ended, and those that can be lent, each in order.
 
-        KV that a failed forward did not write is left out: that forward's end fails its prompts. Raises the error of a
-        failed device or stream.
+        KV that a failed forward did not write is left out: its prompts fail when that forward ends. Raises the error of
+        a failed device or stream.
         """
         return [*self._copying.poll(), *(self._lending.poll() if self._lending is not None else ())]
 

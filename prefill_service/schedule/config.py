@@ -14,7 +14,7 @@ class PrefillConfig(EngineConfig):
 
     A forward computes at most `max_batch_tokens`, and at most `chunk_tokens` of each prompt. `draft_topk` is the number
     of first drafts from which the decode service starts its trees. KV is sent in segments of at most
-    `max_segment_bytes`; copies of it that gRPC has not taken have at most `send_budget_bytes`. `max_queued_rows` bounds
+    `max_segment_bytes`; copies of KV that gRPC has not taken have at most `send_budget_bytes`. `max_queued_rows` bounds
     the prompts that wait for a row. With `early_sending` a layer's KV may be sent before its forward ends.
     """
 
@@ -28,5 +28,5 @@ class PrefillConfig(EngineConfig):
 
     @property
     def tokens_in_flight(self) -> int:
-        """How many tokens of a row are at most written past those that are known to be computed: two chunks."""
+        """The most tokens of a row that are written past those that are known to be computed: two chunks."""
         return 2 * self.chunk_tokens

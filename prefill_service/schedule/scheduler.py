@@ -71,8 +71,8 @@ class _Step:
 class EdgeCalls:
     """What the engine calls on the edge during a long launch.
 
-    `deliver` gets the events that there are then; a step returns the others. `returned` returns the BytesSent that came
-    since the step began, so that a launch can send more.
+    `deliver` gets the events posted so far; `step` returns the others. `returned` returns the BytesSent that came since
+    the step began, so that a launch can send more.
     """
 
     deliver: Callable[[Sequence[Event]], None] | None = None
@@ -263,7 +263,7 @@ class PrefillEngine:
         assert command.call_id not in self._calls, "call ids are new"
         self._sender.open_call(command.call_id, shares_memory=command.shares_memory)
         prompts = self._calls[command.call_id] = {}
-        calls = {command.call_id: None}  # those that may be over now; they end together, as rows of this one still come
+        calls = {command.call_id: None}  # calls that may be over; ended after the loop, as this one's rows still come
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
             arrived_s = self._clock()
@@ -285,7 +285,7 @@ class PrefillEngine:
             self._end_call_if_done(call_id)
 
     def _shed_last(self) -> str:
-        """Refuses the queued prompt that is last in turn, maybe the one that has just come. Returns its call."""
+        """Refuses the queued prompt that is last in turn, maybe the one that has just come. Returns its call's id."""
         last = self._lives.in_turn(PromptPhase.QUEUED, self._clock())[-1]
         self._fail(last, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
         return last.call_id
@@ -305,8 +305,8 @@ class PrefillEngine:
                 continue
             lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key, uses_cached=not prompt.is_scored)
             if lease is None:
-                # None after it in turn gets room before it. So one that waited for KV is overtaken until the KV is
-                # there only.
+                # No prompt after it in turn gets room before it. So a prompt that waited for KV is overtaken only until
+                # the KV is there.
                 self._lacks_room = True
                 return
             self._lives.enter(prompt, PromptPhase.COMPUTING, lease=lease)
@@ -316,7 +316,7 @@ class PrefillEngine:
                 self._outbox.post(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
 
     def _waits(self, prompt: Prompt) -> bool:
-        """Returns whether the prompt should wait for its matcher, or for KV that another one computes now."""
+        """Returns whether the prompt should wait for its matcher, or for KV that another prompt computes now."""
         if prompt.sampling.is_constrained and prompt.matcher is None:
             return True
         if prompt.awaited is not None and not prompt.awaited.is_over:
@@ -354,9 +354,10 @@ class PrefillEngine:
             self._sender.queue_layers(chunks, group, part, written)
 
     def _may_go_on(self, prompt: Prompt) -> bool:
-        """Returns whether the prompt's next chunk may be computed: what it gives to send has room in the send budget.
+        """Returns whether the prompt's next chunk may be computed: its log-probabilities, if wanted, have room in the
+        send budget.
 
-        KV need not: it waits in the pool.
+        Its KV needs no room: it waits in the pool.
         """
         return not prompt.is_scored or self._sender.may_add_logprobs(prompt.call_id)
 

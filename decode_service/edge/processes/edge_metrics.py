@@ -22,7 +22,7 @@ class EdgeMetrics(Collector):
         self._said = {**self._said, number: metrics}
 
     def ended(self, number: int) -> None:
-        """Keeps the counts of this edge. Another process may get its number."""
+        """Keeps an ended edge's counts. Another process may get its `number`."""
         said = dict(self._said)
         self._ended = tuple(_sums([self._ended, said.pop(number, ())]))
         self._said = said

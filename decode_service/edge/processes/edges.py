@@ -86,10 +86,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _EdgeProcess:
-    """One process of an edge. Events wait in `unread` until it takes them, and matchers in `held` for their requests.
+    """One process of an edge. Events wait in `unread` until the process takes them, and matchers wait in `held` for
+    their requests.
 
-    `live` has the engine's ids of its requests. `listening` gets the port, or the error for which it does not listen.
-    `told` is what it was told last, `told_s` when.
+    `live` has the engine's ids of the edge's requests. `listening` gets the port, or the error that prevents listening.
+    `told` is the last state sent, at `told_s`.
     """
 
     number: int
@@ -112,8 +113,8 @@ class _EdgeProcess:
 class EdgeProcesses(AllLiveRequests, FrontServer):
     """The edges of an engine in `num` processes. Use it on the event loop only, inside an `async with`.
 
-    An edge that ends is replaced; so is one that says nothing for `longest_silence_s`. Its requests are aborted.
-    Entering the context starts the processes.
+    An edge that ends, or says nothing for `longest_silence_s`, is replaced, and its requests are aborted. Entering the
+    context starts the processes.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTo:
-    """Answers the `Ask` with this number: with a value, or with the error that the asker gets instead."""
+    """Answers the `Ask` with this number: with a value, or with an error that the asker raises."""
 
     number: int
     value: Any = None
@@ -66,7 +66,7 @@ class AnswerTo:
 
 @dataclass(frozen=True, slots=True)
 class StopAdmitting:
-    """The edge answers with NothingLive once no request is live."""
+    """Tells the edge to admit no requests. It answers NothingLive once none is live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class CannotStart:
 
 @dataclass(frozen=True, slots=True)
 class EdgeSaid:
-    """An edge sends this from time to time: it says that the edge goes on, and has its metrics."""
+    """Says from time to time that the edge is alive, and has its metrics."""
 
     metrics: tuple[Metric, ...]
 
@@ -112,7 +112,7 @@ class NothingLive:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Asks what is answered under the same number."""
+    """Asks a question, which AnswerTo answers under the same number."""
 
     number: int
     question: Question

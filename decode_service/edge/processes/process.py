@@ -74,7 +74,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _EngineElsewhere(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline):
-    """The engine's process, as it last told about itself, and as what answers questions."""
+    """Stands for the engine's process: knows its last state, and asks it questions."""
 
     def __init__(self, link: Link, told: EdgeState) -> None:
         self._link = link
@@ -135,7 +135,7 @@ class _EngineElsewhere(EnginePort[Command], ReplicaStates, Roles, Matchers, Othe
 
 
 class _RunningEdge:
-    """An edge that does what the engine's process says. While that says nothing for long, the edge is not ready."""
+    """An edge that obeys the engine's process. While that process is silent for long, the edge is not ready."""
 
     def __init__(
         self,

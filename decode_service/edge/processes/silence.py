@@ -1,4 +1,4 @@
-"""The silence of the other process, and after how much of it that process is taken for lost."""
+"""Measures how long the other process has been silent, and after how long it counts as lost."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class Silence:
 
 
 def longest_silence_s(stall_timeout_s: float) -> float:
-    """Returns after how much silence a process is taken for lost: `stall_timeout_s`, if that is enough to tell."""
+    """Returns the seconds of silence after which a process counts as lost: `stall_timeout_s`, but at least 4."""
     return max(stall_timeout_s, _LEAST_LIMIT_S)

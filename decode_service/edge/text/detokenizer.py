@@ -10,9 +10,9 @@ from common.text.tokenizer import TokenDecoder
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 32
-MAX_TOGETHER = 16  # tokens; they are decoded once more, as the context of those that follow
+MAX_TOGETHER = 16  # tokens; they are decoded once more, as the context of the next ones
 _TRIED_CUTS = 4  # the most bytes of a character
-_NUM_PROMPT_TOKENS = 8  # more text than a decoder strips, ending with a whole character or a character's beginning
+_NUM_PROMPT_TOKENS = 8  # these have more text than a decoder strips at a text's start
 _MAX_PROMPT_BYTE_RUN = 256
 _MAX_LOOKED_AT = 1024
 
@@ -63,8 +63,8 @@ class IncrementalDetokenizer:
         return DecodedText(self._push_plain([token_id]))
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """Adds several tokens and returns the final text. Each `tail` but the last is lost, but it takes much less time
-        than `push` for each token.
+        """Adds several tokens and returns the final text, without a tail. This takes much less time than `push` for
+        each token.
         """
         texts = []
         plain: list[int] = []

@@ -1,4 +1,5 @@
-"""One request's output as the client sees it: token ids, text and log-probabilities. They agree however it ends.
+"""One request's output as the client sees it: token ids, text and log-probabilities. They agree however the output
+ends.
 
 engine's tokens ──▶ detokenise ──▶ find stop strings, hold back what may begin one ──▶ pieces
 """

@@ -1,4 +1,4 @@
-"""Turns prompts into token ids, off the event loop. A prompt of many times the context is rejected first."""
+"""Turns prompts into token ids, off the event loop. A prompt much longer than the context is rejected before."""
 
 from __future__ import annotations
 
