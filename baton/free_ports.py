@@ -16,8 +16,8 @@ class HeldPorts:
     any port; a process may still ask for one by its number.
 
     A socket that does not listen is bound to each. A server can listen on the port all the same, again and again, if it
-    sets SO_REUSEADDR, as servers of gRPC and asyncio do. Elsewhere such a socket would be in its way, so the ports are
-    only free at first. They are held until `release`, or until the object is no longer referred to.
+    sets SO_REUSEADDR, as servers of gRPC and asyncio do. On other systems such a socket would block servers, so the
+    ports are only free at first. They are held until `release`, or until the object is no longer referred to.
     """
 
     def __init__(self, count: int, *, taken: Collection[int] = ()) -> None:

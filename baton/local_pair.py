@@ -33,7 +33,7 @@ GATEWAY_HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
 MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service", "gateway": "gateway"}
 _AWAITS: Mapping[Role, Role] = {"decode": "prefill", "gateway": "decode"}
-"""The kind of service of which each kind of process needs one that is ready."""
+"""Maps each kind of process to the kind of service it waits for."""
 _MISMATCH = "FINGERPRINT_MISMATCH"
 _READ_LOGS = {"log-format": "json"}  # overrides the environment, because the logs are parsed here
 
@@ -296,9 +296,10 @@ class PairWatch:
         return self._healths[process].why_not_ready()
 
     def _why(self, process: ServiceProcess, before: ProcessPhase) -> str:
-        """Returns why a process is not ready whose phase was `before`.
+        """Returns why `process`, whose phase was `before`, is not ready.
 
-        One that starts waits for others that start. It would say that it cannot reach them, as if something were wrong.
+        A starting process waits for others. Its own reason would be that it cannot reach them, as if something were
+        wrong.
         """
         awaited = [other.name for other in self.phases if other.role == _AWAITS.get(process.role)]
         if before is ProcessPhase.STARTING and awaited:

@@ -7,9 +7,9 @@ time.
     prefill   the services that computed, on average, and those that would work off the waiting prompts in one window
     decode    the pools' share that running requests hold, and that the waiting ones would hold
 
-The number of services follows the demand with hysteresis. It grows when the mean demand of the window is above HIGH of
-what there is, and shrinks only if its peak would stay below LOW of what would be left. So a load that goes up and down
-within the window changes nothing, and a change does not call for its own undoing.
+The number of services follows the demand with hysteresis. It grows when the window's mean demand is above HIGH times
+the number, and shrinks only if the peak demand is below LOW times the number left. So a load that goes up and down
+within the window changes nothing, and a change does not cause its own reversal.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from baton.roles import Role, RoleClient
 from baton.server_info import InferenceLoad, PrefillLoad
 
 HIGH, LOW = 0.8, 0.5
-"""A kind of service is short if its mean demand is above HIGH of its number. It has one too many if without that one
-its peak demand would still be below LOW of the number.
+"""There are too few services of a kind if its mean demand is above HIGH times their number, and one too many if its
+peak demand is below LOW times the number without that one.
 """
 NUM_PARTS = 4
-"""The window is cut into so many parts; the peak is the largest mean demand of a part."""
+"""The number of equal parts of the window; the peak is the largest mean demand of a part."""
 MIN_SAMPLES = 2 * NUM_PARTS
 _EPSILON = 1e-9
 CALL_TIMEOUT_S = 2.0
@@ -43,8 +43,8 @@ class PrefillSample:
     """One report of a prefill service, made at `at_s`.
 
     `is_settled` says whether it was ready and not about to change its role. `num_computed_tokens` counts the tokens
-    that it has computed since its start, None if it does not report them. `num_uncomputed_tokens` counts those of
-    queued and running prompts that are left.
+    that it has computed since its start, None if it does not report them. `num_uncomputed_tokens` counts the remaining
+    tokens of queued and running prompts.
     """
 
     at_s: float
@@ -77,9 +77,9 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How many services of a kind there are and are wanted. `mean` and `peak` are the demand, in services.
+    """How many services of a kind exist and are wanted. `mean` and `peak` are the demand, in services.
 
-    `now` counts those that gave the last answer. `wanted` is None while advice is held, so that nobody scales to it.
+    `now` counts those that answered last time. `wanted` is None while advice is held back, so that nobody acts on it.
     """
 
     now: int
@@ -89,7 +89,7 @@ class Need:
 
     @property
     def num_more(self) -> int:
-        """How many more services are wanted than there are, below 0 if fewer, and 0 while advice is held."""
+        """How many more services are wanted than there are, below 0 if fewer, and 0 while `wanted` is None."""
         return 0 if self.wanted is None else self.wanted - self.now
 
 
@@ -193,8 +193,8 @@ def _prefill_demand(sample: PrefillSample, rate: float | None, window_s: float) 
 
 
 def _decode_demand(sample: DecodeSample) -> float:
-    """A request that waits for a row waits for decode only as far as running requests hold the rows. Where requests
-    hold them that wait for a prefill service, more decode services would not help.
+    """Returns the demand, in services. Queued requests count only for the share of held rows that running requests
+    hold: where rows wait for a prefill service, more decode services would not help.
     """
     num_held = sample.num_running + sample.num_arriving
     waits_for_decode = sample.num_queued * (sample.num_running / num_held if num_held else 0.0)
@@ -243,7 +243,7 @@ def _switches(needs: Mapping[Role, Need], loads: Mapping[Role, Mapping[str, floa
 
 @dataclass(slots=True)
 class LoadSamples:
-    """The samples of services within a window, by the service's address. `missing` names what could not be asked."""
+    """The samples of services within a window, by the service's address. `missing` says which answers are missing."""
 
     prefill: dict[str, list[PrefillSample]] = field(default_factory=dict)
     decode: dict[str, list[DecodeSample]] = field(default_factory=dict)

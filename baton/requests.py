@@ -312,7 +312,7 @@ def _fill(field: str, repeated: object, ids: Iterable[int]) -> None:
 
 
 def _fault(message: Descriptor, name: str, error: Exception) -> str:
-    """Returns the words of an error that protobuf raised for a value of the field `name`, with the field's range."""
+    """Returns the message of protobuf's error for a value of the field `name`, with the field's range."""
     number = str(error).removeprefix(_OUT_OF_RANGE)
     if number == str(error) or (num_bits := _UNSIGNED.get(message.fields_by_name[name].type)) is None:
         return str(error)

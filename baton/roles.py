@@ -1,4 +1,4 @@
-"""The role of a service's process, prefill or decode: asks for it and for the load in it, and changes it."""
+"""The role of a service's process, prefill or decode: reads the role and the load, and changes the role."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WIRE = {Role.PREFILL: roles_pb2.ROLE_PREFILL, Role.DECODE: roles_pb2.ROLE_DECOD
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """The role of a process, and a change of it that is in progress or was the last.
+    """The role of a process, and its current or last change of role.
 
     `changing_to` is None if no change is in progress. `roles` are those that the process can have. `num_orders` counts
     the changes that were begun. `last_failure` says why the last of them failed, if it did: the process then has its
@@ -74,7 +74,8 @@ class RoleChange:
 
 
 class RoleClient:
-    """Asks the service at `address` for its role and its load, and changes its role. Blocking; use it as a context.
+    """Asks the service at `address` for its role and its load, and changes its role. Blocking; use it as a context
+    manager.
 
     Each call may take `timeout_s`. `other_token` is shown where `token` is refused, for a process that takes other
     tokens in its other role.
@@ -116,7 +117,7 @@ class RoleClient:
         self._channel.close()
 
     def state(self) -> RoleState:
-        """Returns the state now. Raises Unavailable if nothing answers, as for a moment in a change."""
+        """Returns the state now. Raises Unavailable if nothing answers, as for a moment during a change."""
         return _state_of(self._called(self._roles, "GetRole", roles_pb2.GetRoleRequest()).state)
 
     def load(self, role: Role) -> PrefillLoad | InferenceLoad:
@@ -164,7 +165,7 @@ class RoleClient:
     def _called(self, stubs: Sequence[Any], method: str, request: object) -> Any:
         """Calls `method` with the first token that is not refused. Raises the error of the last one.
 
-        Each call begins with the first token: a token for roles alone may be refused where the load is asked for.
+        Each call tries the first token first, because a token may be accepted for roles and refused for the load.
         """
         for stub in stubs[:-1]:
             with suppress(Unauthenticated):

@@ -17,11 +17,11 @@ class ModelInfo:
     """The served model.
 
     `layer_groups` maps the name of each group of KV layers to its KV bytes per token. `digest` covers the model's
-    configuration, weights and tokenizer; the services compare theirs. `output_format` names the form in which the model
-    writes tool calls, and reasoning if it `has_reasoning`. Both are derived from the chat template.
-    `sampling_defaults` holds the sampling options that the model's generation config sets, by name; they apply where a
-    request does not set them. `chat_template_variables` are the variables that `chat_template_kwargs` may set.
-    `special_tokens` are the texts of special tokens by their roles, such as "eos_token".
+    configuration, weights and tokenizer. `output_format` names the form in which the model writes tool calls, and
+    reasoning if it `has_reasoning`. Both are derived from the chat template. `sampling_defaults` holds the sampling
+    options that the model's generation config sets, by name; they apply where a request does not set them.
+    `chat_template_variables` are the variables that `chat_template_kwargs` may set. `special_tokens` are the texts of
+    special tokens by their roles, such as "eos_token".
     """
 
     model: str
@@ -111,7 +111,7 @@ class PrefillLoad:
     """The load of a prefill service.
 
     `num_uncomputed_tokens` counts the tokens of queued and running prompts that are still to be computed.
-    `num_computed_tokens` counts those that it has computed since it started; None if it does not report them.
+    `num_computed_tokens` counts the tokens that it has computed since it started; None if not reported.
     """
 
     instance_id: str

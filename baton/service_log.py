@@ -26,7 +26,7 @@ _WORDS: Mapping[str, str] = {
     "engine_moves_again": "goes on: {part} moves again, after {still_s} s",
 }
 _LAST = "critical"
-"""The level of what ends a process, which is told together with its end."""
+"""The log level of a process's last error, which is reported with its end."""
 _FAILURES = ("error", _LAST)
 
 
@@ -72,8 +72,8 @@ def serving_port(tail: str) -> int | None:
 def why_it_ended(tail: str) -> str:
     """Returns why a process failed, from the end of its log; "" if the log does not say.
 
-    It is taken from the last line that has the level of an error or is not a log line, such as a traceback's. It is ""
-    if the process was ended from outside. An `engine_stalled` error does not count if the engine moved again later.
+    The reason is taken from the last line that is an error, or is no log line, such as a traceback's. An
+    `engine_stalled` error does not count if the engine moved again later.
     """
     went_on = False
     for text in reversed(tail.splitlines()):

@@ -42,8 +42,8 @@ _CONFIG_ERROR = 2
 class ChildProcess:
     """Runs this Python interpreter with `arguments` as a child process in a session of its own.
 
-    The process ends with this one, whatever ends it. It uses no TLS, and TLS settings in this process's environment do
-    not reach it.
+    The child ends when this process does, for whatever reason. It uses no TLS: TLS settings in this process's
+    environment do not reach it.
     """
 
     def __init__(self, *, name: str, address: str, arguments: Sequence[str], log_file: Path) -> None:

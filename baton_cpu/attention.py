@@ -26,16 +26,16 @@ from common.attention.torch_attention import ExtendPlan, with_kv_heads
 _TOKENS_AHEAD = 16
 _CACHE_LINE_BYTES = 64
 NUM_LANES = 16
-MAX_QUERIES = 32  # in a row: with more, gathering its KV once costs less than reading it for each query
+MAX_QUERIES = 32  # per row: with more, gathering its KV once costs less than reading it for each query
 
 
 class PagedCpuAttention:
     """An AttentionBackend whose kernel reads the KV pool in place. All layers of the model must have `num_heads` query
-    heads over `num_kv_heads` KV heads, each of `head_dim` numbers. Pools are of `dtype`, with `fp8_kv` also in FP8.
-    They may have more heads: those of the layers begin at `first_kv_head`.
+    heads over `num_kv_heads` KV heads, each of `head_dim` numbers. A pool has dtype `dtype`, or FP8 too with `fp8_kv`.
+    If it has more KV heads, the layers' begin at `first_kv_head`.
 
     Decode and verify forwards gather no copies of KV, and a short request does not wait for a long one in the same
-    batch. Constructing one loads the kernels from disk or compiles them, a second or two each, more on slow CPUs.
+    batch. The constructor loads the kernels from disk or compiles them, a second or two each, more on slow CPUs.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class _KernelPlan:
         return output
 
     def _cut(self, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Returns what the window leaves of the mask [T, W], and the first token before the mask that each new token
-        attends, [T] int64.
+        """Returns the mask [T, W] cut to the window, and the first token that each new token attends before the mask,
+        [T] int64.
         """
         attended = self._attended
         if window is None:
@@ -203,8 +203,8 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         `scaling`, `softcap` and `sinks` are those of LayerAttention: a softcap of 0 and sinks [0] mean none.
 
         Shapes: queries, outputs [T, heads, head_dim]; keys, values [T, kv_heads, head_dim]; kv, one layer of the pool,
-        [2, slots, heads, head_dim], of which the layer has those from `first_kv_head` on; starts [B + 1]: the queries
-        of row b are starts[b] .. starts[b + 1] - 1. `num_masked` comes from `attended_tokens`, `attended` and `firsts`
+        [2, slots, heads, head_dim], where the layer's heads begin at `first_kv_head`; starts [B + 1]: the queries of
+        row b are starts[b] .. starts[b + 1] - 1. `num_masked` comes from `attended_tokens`, `attended` and `firsts`
         from `_KernelPlan`. The other arguments are those of ForwardInput, with all indices int64.
         """
         num_queries = 1

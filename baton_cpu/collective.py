@@ -1,8 +1,7 @@
 """Sums and joins tensors of several processes of one host through memory that they share, without the interpreter.
 
-Each process is a rank. A rank copies its numbers into its own space, says so, waits until all ranks have, and reads
-theirs. It has two spaces and uses them in turns: a rank that has come to its next copy knows that all ranks have read
-the copy before the last.
+Each process is a rank. A rank copies its numbers into its own space, says so, waits until all ranks have done so, and
+reads theirs. It uses two spaces in turns: when it makes its next copy, all ranks have read its copy before the last.
 
     | is given up | rank 0: number of copies | rank 1: ... | rank 0: space 0, space 1 | rank 1: ... |
 
@@ -34,7 +33,7 @@ _GIVEN_UP = -1
 
 
 def collective_bytes(num_ranks: int) -> int:
-    """Returns the size of the shared memory of `num_ranks` ranks. It must be zeros at first."""
+    """Returns the size of the shared memory of `num_ranks` ranks. The memory must be zeros at first."""
     return (1 + num_ranks) * _LINE_BYTES + 2 * num_ranks * _SPACE_BYTES
 
 
@@ -114,7 +113,7 @@ def _sum_kernel(dtype: torch.dtype) -> Kernel:
     most = _SPACE_BYTES // numpy_dtype.itemsize
 
     def sum_up(values, base, rank, num_ranks, num_copies):
-        """Adds the `values` [N] of all ranks. Returns the number of copies made so far, or -1."""
+        """Replaces `values` [N] by all ranks' sum. Returns the number of copies made so far, or -1 if given up."""
         for start in range(0, values.shape[0], most):
             stop = min(start + most, values.shape[0])
             space = _space(base, rank, num_ranks, num_copies)
@@ -147,8 +146,8 @@ def _sum_kernel(dtype: torch.dtype) -> Kernel:
 @cache
 def _join_kernel() -> Kernel:
     def join(part, output, starts, stops, base, rank, num_ranks, num_copies):
-        """Writes the `part` [rows, bytes] of each rank between its start and stop into the rows of `output`. Returns
-        the number of copies made so far, or -1.
+        """Writes each rank's `part` [rows, bytes] to columns starts[rank] .. stops[rank] - 1 of `output`. Returns the
+        number of copies made so far, or -1 if given up.
         """
         widest = np.int64(1)
         for other in range(num_ranks):
@@ -184,7 +183,7 @@ def _join_kernel() -> Kernel:
 
 
 def _alone(*arguments: object) -> tuple[object, ...]:
-    """Returns arguments with which a kernel can be compiled: those of a rank that is alone."""
+    """Returns `arguments` and those of a rank that is alone, to compile a kernel with."""
     memory = _alone_memory()
     return (*arguments, memory.data_ptr() + -memory.data_ptr() % _LINE_BYTES, 0, 1, 0)
 

@@ -38,7 +38,7 @@ _SERVICES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class DirectoryReplica:
-    """The directory as a deployment, so that Serve starts it anew where it is lost."""
+    """The directory as a deployment, so that Serve restarts it after a failure."""
 
     def __init__(self) -> None:
         self._directory = Directory()
@@ -73,14 +73,14 @@ class ServiceReplica:
         self._service.start()
 
     def check_health(self) -> None:
-        """Called by Serve again and again. After three errors it replaces this replica."""
+        """Serve calls this repeatedly, and replaces the replica after three errors."""
         self._service.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {LOAD: self._service.load()}
 
     def __del__(self) -> None:
-        """Called by Serve to stop the replica, when it has no open calls of Serve's any more, and then by Python."""
+        """Called by Serve to stop the replica once none of Serve's calls is open, and again by Python."""
         if hasattr(self, "_service"):  # its settings may have been refused
             self._service.stop()
 
@@ -89,7 +89,7 @@ class GatewayReplica(ServiceReplica):
     """One gateway. Serve's proxies receive the HTTP requests, and this replica forwards them to its process."""
 
     def __init__(self, flags: list[str], directory: DeploymentHandle, services: Sequence[DeploymentHandle]) -> None:
-        # Serve deploys what its ingress is bound to; `services` are there for that only.
+        # `services` is not used, but Serve deploys only what its ingress is bound to.
         super().__init__("gateway", flags, directory)
         self._forwarder = Forwarder(self._service.address)
 
@@ -98,7 +98,7 @@ class GatewayReplica(ServiceReplica):
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Builds the application. Raises an error that names the key for arguments that are wrong."""
+    """Builds the application. Raises an error that names the wrong key."""
     asked = Args.model_validate(args)
     directory = serve.deployment(DirectoryReplica, **directory_options()).bind()
     services = [_service(role, asked.flags(role), directory) for role in _SERVICES]

@@ -1,5 +1,5 @@
 """The arguments of the application, the settings of its services, and Serve's options of each deployment, as long as
-the configuration file does not replace them. This module does without Ray.
+the configuration file does not replace them. This module imports no Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.config.settings import DecodeSettings, GatewaySettings, PrefillSetti
 from common.errors import ConfigError
 
 EXIT_S = 10.0
-"""A service ends within so many seconds after its grace period."""
+"""A service ends within this many seconds after its grace period."""
 HEALTH_PERIOD_S = 2.0
 _KINDS: Mapping[Role, type[ProcessSettings]] = {
     "prefill": PrefillSettings,
@@ -35,7 +35,7 @@ _WHY_NOT: Mapping[str, str] = {
 class Args(BaseModel):
     """The arguments of the application: settings of Baton, by the names that docs/configuration.md has.
 
-    Those in `services` are for prefill and decode both, as the model is.
+    `services` has those that prefill and decode share, such as `model`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -70,8 +70,9 @@ def settings_of(role: Role, flags: list[str]) -> Any:
 def replica_flags(settings: ServiceSettings, assigned: Mapping[str, float]) -> list[str]:
     """Returns the flags of a service that follow from the resources that Ray has assigned to its replica.
 
-    It computes on as many threads as it has CPUs, unless `num_threads` is set. Without the flag it would compute on all
-    cores of the node. Raises ConfigError if `device` is a GPU, and the replica has none, or fewer than it has ranks.
+    The service computes on as many threads as the replica has CPUs, unless `num_threads` is set. Without the flag it
+    would use all cores of the node. Raises ConfigError if `device` is a GPU, and the replica has none, or too few for
+    its ranks.
     """
     num_gpus, num_ranks = assigned.get("GPU", 0), settings.tensor_parallel
     if _is_on_gpu(settings) and (not num_gpus or num_gpus < num_ranks > 1):
@@ -121,7 +122,7 @@ def gateway_options(settings: GatewaySettings) -> dict[str, Any]:
 
 
 def service_options(settings: ServiceSettings) -> dict[str, Any]:
-    """Returns the options of prefill or decode: a CPU for each rank, and a GPU each if `device` is one."""
+    """Returns the options of prefill or decode: a CPU for each rank, and a GPU too if `device` is one."""
     num_gpus = settings.tensor_parallel if _is_on_gpu(settings) else 0
     resources = {"num_cpus": settings.tensor_parallel, "num_gpus": num_gpus}
     options: dict[str, Any] = {

@@ -57,7 +57,7 @@ class Forwarder:
         response = StreamingResponse(
             _body(answer), status_code=answer.status_code, background=BackgroundTask(answer.aclose)
         )
-        # Serve's proxy tells the request's id itself. It is the gateway's too, which takes it from the request.
+        # Serve's proxy adds the request's id itself. The gateway takes the same id from the request.
         response.raw_headers = [each for each in _end_to_end(answer.headers.raw) if each[0].lower() != b"x-request-id"]
         return response
 

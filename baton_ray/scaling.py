@@ -10,15 +10,15 @@ from typing import Any
 LOAD = "load"
 """The name under which each replica reports its load to Serve."""
 _NUM_DIGITS = 6
-"""Serve rounds up, so the error of a floating-point sum would ask for one replica more."""
+"""Rounds a floating-point error away, because Serve would round it up to one more replica."""
 
 
 class LoadPolicy:
     """A policy of Serve's autoscaling: as many replicas as bring each one's mean load to `target`.
 
     Serve applies the bounds and the delays of the deployment's `autoscaling_config`, and takes the mean of each
-    replica's load over its `look_back_period_s`. While a running replica has reported none, the number does not fall,
-    because its load may be what it is too busy to report.
+    replica's load over its `look_back_period_s`. While a running replica has reported no load, the number does not
+    fall: the replica may be too busy to report.
     """
 
     def __init__(self, target: float) -> None:

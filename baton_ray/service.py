@@ -29,8 +29,8 @@ ANNOUNCEMENT_INTERVAL_S = 1.0
 EXCHANGE_TIMEOUT_S = 5.0
 """How long a service waits for the directory's answer."""
 SETTLING_S = EXCHANGE_TIMEOUT_S + ANNOUNCEMENT_INTERVAL_S + 1.0
-"""How long a new directory lists nobody: until every service has given up the question that it asked the one before,
-and has announced itself here. A list that lacks some services would take them away from their callers.
+"""How long a new directory lists nobody: until every service has given up on the directory before it, and has announced
+itself here. An incomplete list would take services away from their callers.
 """
 EXPIRY_S = 10.0
 """How long a service stays listed after it last announced itself."""
@@ -38,7 +38,7 @@ PROBE_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
 _POLL_INTERVAL_S = 0.1
 _FINDS: Mapping[Role, Role] = {"decode": "prefill", "gateway": "decode"}
-"""The kind of service that each kind calls. Its setting for their addresses has the same name."""
+"""The kind that each kind of service calls, and the name of its setting for their addresses."""
 
 _log = structlog.get_logger(__name__)
 
@@ -84,10 +84,10 @@ class Service:
     """One service, which runs from `start` to `stop` and ends with this process.
 
     It listens on a free port of `host`. Its output goes to a file in `log_dir`. Every `exchange_interval_s` it is
-    announced in the directory, and the addresses that the directory has of the services it calls are written to another
-    file there, which it reads as `file:///PATH`. `stop_timeout_s` is what it has to end by itself. If its callers need
-    a token, `token_file` has those that it accepts, and the first one is shown to it with each question. Raises
-    ConfigError if that file is invalid.
+    announced in the directory, and the directory's addresses of the services that it calls are written to another file
+    in `log_dir`, which it reads as `file:///PATH`. It has `stop_timeout_s` to end by itself. If its callers need a
+    token, `token_file` has the accepted tokens, of which health and load checks send the first. Raises ConfigError if
+    that file is invalid.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Service:
         self._probe.check()
 
     def load(self) -> float:
-        """Returns the load, as docs/ray.md defines it for each kind of service. Raises an error if it is not told."""
+        """Returns the load, as docs/ray.md defines it for each kind of service. Raises an error if none is reported."""
         assert self._probe is not None, "not started"
         return self._probe.load()
 

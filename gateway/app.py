@@ -1,4 +1,4 @@
-"""Builds the ASGI application: the routes, with those of health, and the layers around them."""
+"""Builds the ASGI application: the routes, health checks included, and the layers around them."""
 
 from __future__ import annotations
 

@@ -243,8 +243,8 @@ class _BoundedConnection(H11Protocol):
             self._head_alarm.set(self.http_limits.head_timeout_s, self.transport.abort)
 
     def _pace(self, num_bytes: int) -> None:
-        """Moves on the time until which the received bytes are enough for the slowest permitted rate: `num_bytes` more
-        have come.
+        """Extends, for `num_bytes` more bytes, the time until which the received bytes are enough for the slowest
+        permitted rate.
 
         The rate counts from the request's first byte. A request that fell below it stays too slow until the missing
         bytes have come too. Bytes that come early count for at most `body_window_s`. A connection whose request is too
@@ -274,7 +274,7 @@ class _BoundedConnection(H11Protocol):
 
 
 class _TransportThatLingers:
-    """A transport that is closed only if `linger` returns False. Until it is, it says that it is closing."""
+    """A transport whose `close` closes it only if `linger` returns False. After `close`, `is_closing` is True."""
 
     def __init__(self, transport: asyncio.Transport, linger: Callable[[asyncio.Transport], bool]) -> None:
         self._transport = transport

@@ -56,7 +56,7 @@ class ChatTurn:
 
 
 def joined(turns: Iterable[ChatTurn], *, roles: Set[str]) -> Iterator[ChatTurn]:
-    """Yields the turns, with neighbours of one of these roles as one turn. Their texts become lines."""
+    """Yields the turns; adjacent turns of one role in `roles` become one, with their texts as lines."""
     for role, neighbours in groupby(turns, key=lambda turn: turn.message.role):
         group = list(neighbours)
         if len(group) == 1 or role not in roles:

@@ -86,7 +86,7 @@ class HostCheck:
     """An ASGI layer that refuses requests for other hosts than `allowed` and this machine's own names.
 
     A web page can point its own domain at a loopback address, and a browser then takes the gateway for that page's
-    origin. The host that the request names gives it away. A request that names none comes from no browser.
+    origin. The request's Host header shows this. A request without that header comes from no browser.
     """
 
     def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class KeyCheck:
     """An ASGI layer that requires a key under /v1 and for tokenising, and with `covers_status` also for the status page
     and metrics.
 
-    HttpEdge and the CORS layer wrap it, because a browser sends preflights without a key.
+    The CORS layer lies around it, because browsers send preflights without a key.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, covers_status: bool) -> None:
@@ -137,8 +137,7 @@ def is_api(scope: Scope) -> bool:
 def _why(error: ApiError | None) -> dict[str, Any]:
     """Returns the log fields that say why the answer is an error.
 
-    Errors name fields, and never contain a prompt or a key. Of texts they show only short ones in the place of a few
-    allowed words.
+    Errors name fields, and never contain a prompt or a key. They quote only short texts, such as names.
     """
     if error is None:
         return {}
@@ -156,8 +155,8 @@ class ApiKeys:
         Without configured keys every request passes. With `takes_bare` the key may also come in `x-api-key`, or in both
         headers if it is the same.
 
-        Returns a name for the key, such as "key 1", if several are configured, and else "". The time that it takes does
-        not tell how much of a wrong key is right.
+        Returns a name for the key, such as "key 1", if several are configured, and else "". The check takes the same
+        time however much of a wrong key is right.
         """
         if not self._keys:
             return ""

@@ -29,7 +29,9 @@ _MESSAGES_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""The types of errors in the Messages API, by status. Others are invalid requests, or from 500 on `api_error`."""
+"""Error types of the Messages API, by HTTP status. Other statuses mean `invalid_request_error`, or `api_error` from 500
+on.
+"""
 _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _RETRY_AFTER_S = 1
 _MAX_MESSAGE_BYTES = 1024
@@ -41,7 +43,7 @@ class ApiError(Exception):
     """An error that is sent to the client as the answer.
 
     `param` names the field of the HTTP request. `retry_after_s` becomes a Retry-After header, in addition to `headers`.
-    `messages_text` replaces the message in the Messages API, and `details` tells its clients more.
+    In the Messages API, `messages_text` replaces the message, and the answer also has `details`.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ def none_of(param: str, value: object, allowed: Iterable[str]) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """Returns a wrong value as JSON, for an error's words; empty if it is long, or no text or number."""
+    """Returns a wrong value as JSON for an error message; "" if it is long, or neither text nor number."""
     text = json.dumps(value) if isinstance(value, str | int | float) else ""
     return text if len(text) <= _MAX_SHOWN_CHARS else ""
 
@@ -146,7 +148,7 @@ def context_exceeded(
 def _context_exceeded_of(error: BatonError, param: str, message: str, *, prompt: str) -> ApiError:
     names = ("max_context_tokens", "num_prompt_tokens", "max_tokens")
     tokens = {name: int(error.metadata[name]) for name in names if error.metadata.get(name, "").isdecimal()}
-    # The prefill service has set the limit, or the decode service has another version.
+    # Missing if the prefill service has set the limit, or the decode service has another version.
     if "max_context_tokens" not in tokens:
         text = f"This model's maximum context length is exceeded: {message} ({_CONTEXT_LENGTH_EXCEEDED})"
         messages_text = f"prompt is too long: {message}"
@@ -170,8 +172,8 @@ def internal() -> ApiError:
 def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
     """Converts a BatonError into an HTTP error.
 
-    `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ.
-    The name of a list, or of an entry, counts for all that is in it and has no name.
+    `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ. The name of
+    a list or entry also covers everything in it that has no own name.
     """
     message = str(error)
     match error.code:

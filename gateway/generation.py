@@ -39,7 +39,7 @@ from gateway.sending import EventStreamWriter, JsonResponse
 from gateway.served_model import ModelCard
 
 FREE_REPEATED_BYTES = 64 << 10
-"""How much of the request an answer may repeat without holding memory for it, in bytes of JSON."""
+"""How many bytes of the request, as JSON, an answer may repeat without counting as kept memory."""
 _REPEATED_SIZE = 16  # measured: 3 bytes of objects for each byte of a common schema, 18 if it has empty objects only
 
 _log = structlog.get_logger(__name__)
@@ -92,8 +92,8 @@ class GenerationEndpoint(PostEndpoint):
         """Returns a function that starts the Generate call of a choice, given the choice's index.
 
         Each call's id extends the request's id by random digits and the index: callers may send the same x-request-id
-        twice, but the ids of live calls must differ. The choices of a prompt go to one decode service, where they share
-        its KV, unless they may not share any.
+        twice, but the ids of live calls must differ. The choices of a prompt go to one decode service and share the
+        prompt's KV there, unless `cache_prompt` is false.
         """
         prefix = f"{record.request_id}-{uuid.uuid4().hex[:8]}"
         sampling = plan.sampling.copy()
@@ -104,7 +104,7 @@ class GenerationEndpoint(PostEndpoint):
                 sampling["reasoning"] = Reasoning(
                     form.reasoning.opens, form.reasoning.closes, max_tokens=plan.max_reasoning_tokens
                 )
-        further: SamplingOptions = {**sampling, "prompt_logprobs": None}  # those of a prompt come for its first choice
+        further: SamplingOptions = {**sampling, "prompt_logprobs": None}  # each prompt's come with its first choice
         firsts: dict[int, AsyncEventStream] = {}
 
         def open_stream(index: int) -> AsyncEventStream:
@@ -192,7 +192,7 @@ class _Answering:
 
     @contextmanager
     def _keeping(self) -> Iterator[KeptLogprobs]:
-        """Holds memory for what the answer keeps until its end. Raises ApiError 429 if there is none."""
+        """Holds memory for what the answer keeps until it ends. Raises ApiError 429 if none is left."""
         with self._open_requests.keeping(self._record.client) as hold:
             hold(_REPEATED_SIZE * max(0, self._plan.num_repeated_bytes - FREE_REPEATED_BYTES))
             yield KeptLogprobs(self._plan, hold)
@@ -242,8 +242,8 @@ class Choices(AsyncIterator[IndexedEvent]):
     """
 
     def __init__(self, num_choices: int, open_stream: Callable[[int], AsyncEventStream]) -> None:
-        """Prepares the choices. `open_stream(index)` starts the generation of one; its errors are raised on entering
-        the block.
+        """Prepares the choices. `open_stream(index)` starts one choice's generation; its errors are raised when the
+        block is entered.
         """
         self._open_stream = open_stream
         self._streams: list[AsyncEventStream] = []

@@ -1,5 +1,5 @@
-"""Limits on the time and memory that one HTTP client can take: by its connections, its prompts, and what its answers
-keep until their end.
+"""Limits on the time and memory that one HTTP client can take by its connections, its prompts and its
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOGPROB_BYTES = 512  # measured: 170 to 600 while the answer grows and is sent, 
 
 
 class KeptLogprobs:
-    """Counts the log-probabilities of one answer. `hold` takes memory for them, as `OpenRequests.keeping` yields it."""
+    """Counts one answer's log-probabilities. `hold`, which `OpenRequests.keeping` yields, takes memory for them."""
 
     def __init__(self, plan: Plan, hold: Callable[[int], None]) -> None:
         self._plan = plan
@@ -27,20 +27,20 @@ class KeptLogprobs:
         self._num = 0
 
     def add_prompts(self, num_tokens: int) -> None:
-        """Counts those of the prompts, which have `num_tokens` tokens together, before any of them has come.
+        """Counts the prompts' log-probabilities before they come. The prompts together have `num_tokens` tokens.
 
         Raises ApiError: 400 if they are too many, 429 if there is no memory for them.
         """
         plan = self._plan
         asked = {"logprobs": plan.num_echoed_logprobs, "prompt_logprobs": plan.num_prompt_logprobs}
         of_token = {param: num_top + 1 for param, num_top in asked.items() if num_top is not None}
-        num_times = 1 if isinstance(plan.prompts[0], ChatInput) else plan.n  # the answer to a chat has them once
+        num_times = 1 if isinstance(plan.prompts[0], ChatInput) else plan.n  # chats have them once for all choices
         if of_token:
             most = max(of_token, key=lambda param: of_token[param])
             self._add(num_tokens * num_times * sum(of_token.values()), param=most)
 
     def add(self, event: Event) -> None:
-        """Counts those of an event's tokens of the output. Raises ApiError as `add_prompts`."""
+        """Counts the log-probabilities of an event's output tokens. Raises ApiError like `add_prompts`."""
         if isinstance(event, Delta) and event.logprobs:
             param = "best_of" if self._plan.hides_logprobs else self._plan.params.get("sampling.logprobs", "logprobs")
             self._add(sum(1 + len(position.top) for position in event.logprobs), param=param)

@@ -1,4 +1,4 @@
-"""The gateway's process: a server that starts listening, drains and ends, and its client of the decode services."""
+"""The gateway's process: starts and drains the HTTP server, and opens the client of the decode services."""
 
 from __future__ import annotations
 
@@ -222,9 +222,9 @@ def _listen(address: str) -> socket.socket:
 
 
 def open_decode_client(settings: GatewaySettings) -> AsyncClient:
-    """Opens the client. Call it in a running event loop.
+    """Opens the client of the decode services, in a running event loop.
 
-    Raises ConfigError, which names the setting, or StartupError if no host name can be resolved.
+    Raises ConfigError, which names the setting, or StartupError if no host name resolves.
     """
     token = _decode_token(settings)
     if token is not None and not settings.decode_tls and not all(map(is_loopback, settings.decode)):

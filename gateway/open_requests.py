@@ -121,8 +121,8 @@ class OpenRequests:
         """Limits the memory for bodies that are arriving. Yields a function to call with the number of bytes received
         so far.
 
-        The function raises ApiError 429 when bodies take too much memory. The bodies of one client may take half of
-        it. The first FREE_BODY_BYTES of each do not count, because a connection holds them anyway.
+        The function raises ApiError 429 when bodies take too much memory. One client's bodies may take half of that
+        memory. The first FREE_BODY_BYTES of each do not count, because a connection holds them anyway.
         """
         with _holding(self._reading_bytes, client, "too many large bodies are on their way") as hold_more:
             num_counted = FREE_BODY_BYTES
@@ -138,7 +138,7 @@ class OpenRequests:
     @contextmanager
     def keeping(self, client: str) -> Iterator[Hold]:
         """Limits the memory for what answers keep until their end. Yields a function to call with the number of further
-        bytes that one keeps.
+        bytes that an answer keeps.
 
         The function raises ApiError 429 when answers keep too much. The answers of one client may keep half of it.
         """

@@ -50,7 +50,7 @@ def openapi_document(
 ) -> dict[str, Any]:
     """Returns the document, of version 3.1. `bodies` has the fields of the requests' bodies, by path.
 
-    Answers are described by their media type only. A key is needed where the gateway has a list of keys.
+    Only error answers are described. Keys are optional, because a gateway may have no list of keys.
     """
     schemas: dict[str, Any] = dict(_ERRORS)
     paths: dict[str, Any] = {}

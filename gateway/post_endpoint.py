@@ -1,5 +1,5 @@
-"""What the endpoints that read a JSON body have in common: places, the body, the notice that the client has left, and
-how their requests end.
+"""The common part of endpoints that read a JSON body: reads the body, takes a place, notices when the client leaves,
+and ends the request.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class ReasoningWish:
         return bool(self.switch) or "reasoning_effort" in self.variables
 
     def below(self, given: Mapping[str, Any]) -> ReasoningWish:
-        """Returns what is left of the wish beside variables that are `given` and count more."""
+        """Returns the wish without what the `given` template variables, which take precedence, already decide."""
         taken = {*given, *_SWITCHES} if given.keys() & {*_SWITCHES} else {*given}
         variables = {name: value for name, value in self.variables.items() if name not in taken}
         if self.switch is None or taken.isdisjoint(_SWITCHES):
@@ -107,7 +107,7 @@ def thinking_wish(thinking: Thinking | None) -> ReasoningWish:
     match thinking:
         case None:
             return limit_wish("thinking", None)
-        case Thinking(type="adaptive"):  # as the chat template has it by itself
+        case Thinking(type="adaptive"):  # the chat template does this by itself
             return ReasoningWish("thinking", {}, thinking.budget_tokens, switch=True)
         case _:
             is_on = thinking.type == "enabled"
@@ -154,7 +154,7 @@ class ReasoningFields(StrictFields):
 
 
 def wishes_of(kwargs: Mapping[str, Any] | None, *wishes: ReasoningWish) -> tuple[ReasoningWish, ...]:
-    """Returns the wishes of a request's fields and of its `kwargs`, the chat_template_kwargs, which count more.
+    """Returns the wishes of a request's fields and of its `kwargs`, the chat_template_kwargs, which take precedence.
 
     Raises ApiError if two fields differ.
     """

@@ -42,7 +42,7 @@ class JsonResponse(Response):
 
 
 def error_response(error: ApiError, record: HttpRecord | None = None) -> JsonResponse:
-    """Returns the answer to the request that has this record. One that could not be read has none."""
+    """Returns the answer that tells the error. A request that could not be read has no `record`."""
     body = openai_error(error) if record is None else record.error_body(error)
     return JsonResponse(body, status_code=error.status, headers=error.headers)
 

@@ -27,7 +27,7 @@ class ModelCard:
     output_format: OutputFormat
     template_variables: frozenset[str]
     tokenizer: Mapping[str, Any]
-    """What `/tokenizer_info` tells."""
+    """The fields of `/tokenizer_info`, except `model_max_length`."""
     created: int
 
     @property

@@ -1,4 +1,4 @@
-"""The endpoints that tokenise: /tokenize and /detokenize, in the form that vLLM gave them, and Anthropic's count."""
+"""The endpoints that tokenise: vLLM's /tokenize and /detokenize, and Anthropic's count_tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DetokenizeFields(RequestFields):
 
 
 class TokenizingEndpoint(PostEndpoint):
-    """One of these endpoints. `answer` makes the answer's JSON from the request's body; it may raise ApiError or
+    """An endpoint that tokenises. `answer` makes the answer's JSON from the request's body; it may raise ApiError or
     BatonError.
     """
 
@@ -108,7 +108,9 @@ class Tokenizing:
 
 
 async def _answer_of(call: Awaitable[AnswerT]) -> AnswerT:
-    """Waits for the decode service's answer. Raises Unavailable if it takes too long: the request has no deadline."""
+    """Waits for the decode service's answer. Turns DeadlineExceeded into Unavailable, because the HTTP request has no
+    deadline.
+    """
     try:
         return await call
     except DeadlineExceeded as error:

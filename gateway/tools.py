@@ -39,9 +39,8 @@ def parse_tools(
 ) -> ToolUse | None:
     """Parses three fields of a request. Returns None if the model is told of no tools.
 
-    A chat's request has the name and what belongs to it in an object `function` beside the `type`, and the tools that
-    are allowed in an object `allowed_tools`. If `is_flat` they stand beside the type. Raises ApiError, which names the
-    wrong field.
+    A chat request has a function's fields in an object `function`, and the allowed tools in an object `allowed_tools`.
+    If `is_flat`, these fields stand beside `type` instead. Raises ApiError, which names the wrong field.
     """
     inner = "" if is_flat else ".function"
     parsed = tuple(_tool(f"tools[{index}]", tool, is_flat=is_flat) for index, tool in enumerate(tools or ()))
@@ -148,7 +147,7 @@ def _allowed(place: str, allowed: Any, names: Sequence[str], *, allows_several: 
 
 
 def _chosen(place: str, choice: Any, names: Sequence[str], *, is_flat: bool) -> str:
-    """Returns the name in the choice of a function, which must be a tool's."""
+    """Returns the function's name in a choice; it must be a tool's name."""
     form = '{"type": "function", "name": ...}' if is_flat else '{"type": "function", "function": {"name": ...}}'
     if not isinstance(choice, dict) or choice.get("type") not in (None, "function"):
         raise invalid(place, f"must be {form}")
@@ -162,7 +161,7 @@ def _chosen(place: str, choice: Any, names: Sequence[str], *, is_flat: bool) -> 
 
 
 def no_tool(name: str, names: Sequence[str]) -> str:
-    """Returns the words for the name of a tool that is not among the request's."""
+    """Returns the error message for a name that no tool of the request has."""
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
     return f"{name[:64]!r} is no tool's name, {shown} {'is' if len(names) == 1 else 'are'}"
 

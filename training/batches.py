@@ -26,10 +26,10 @@ class Batch:
       token_ids    [B, L + S]           the conversations' tokens
       aux          [B, L, layers * H]   the target's hidden states at the captured layers, bfloat16
       final        [N, H]               for the loss: the target's final states at the N positions that are learned,
-                                        bfloat16. A position is learned if its next token belongs to the answer, and
-                                        if the target's most likely next token is in the draft vocabulary
-      rows         [N]                  for each learned position, the row that predicts the same next token at step
-                                        0; at step s that is s rows earlier
+                                        bfloat16. A position from S on is learned if its next token is in the answer,
+                                        and the target's most likely next token in the draft vocabulary
+      rows         [N]                  for each learned position, the row that predicts its next token at step 0; at
+                                        step s the row s places earlier predicts it
       chain_rows   [M]                  for the evaluation: the rows whose S drafts all belong to the answer
       chain_ids    [M, S]               for each chain row, the draft ids of the target's most likely tokens
     """

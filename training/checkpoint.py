@@ -22,7 +22,7 @@ LAST, STABLE = "last.pt", "stable.pt"
 
 @dataclass(slots=True)
 class RunState:
-    """The progress of a run. `epoch` and `group` (its number within the epoch) say which batch is next.
+    """The progress of a run. The next batch is number `group` of epoch number `epoch`.
 
     `loss_sums` adds up the loss of each draft step over the `num_losses` training steps since the last evaluation.
     """
@@ -69,8 +69,8 @@ def save(path: Path, checkpoint: RunCheckpoint) -> None:
 def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> RunCheckpoint | None:
     """Returns the checkpoint in `directory` from which a run continues; None if there is none.
 
-    Raises ConfigError, naming the setting, if the checkpoints are of another run, or if all of them are from after the
-    start of a decay that differs from this schedule's.
+    Raises ConfigError, naming the setting, if the checkpoints are of another run, or if their schedules differ from
+    this one and a decay had begun by either schedule when they were saved.
     """
     found = [load(directory / name) for name in (LAST, STABLE) if (directory / name).exists()]
     for checkpoint in found:

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 class Evaluation:
     """The results of an evaluation, after `tokens` answer tokens and `minutes` of training.
 
-    `train_loss` is the mean loss of each draft step since the evaluation before. `accuracy` and `cumulative` are
+    `train_loss` is the mean loss of each draft step since the previous evaluation. `accuracy` and `cumulative` are
     measured on held-out conversations, for each draft step (see `Acceptance`). `tau` is the mean number of tokens per
     forward of the target.
     """

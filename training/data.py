@@ -89,10 +89,10 @@ def join(parts: Sequence[Conversations]) -> Conversations:
 def split(
     parts: Sequence[Conversations], names: Sequence[object], *, num_held_out: int, seed: int
 ) -> tuple[Ints, Ints]:
-    """Divides the conversations of each part into those to train on and `num_held_out` others.
+    """Divides the conversations of each part into those to train on and `num_held_out` held-out ones.
 
-    Returns two arrays of indices into the result of `join`. The choice in one part does not depend on the other parts.
-    Raises ConfigError, naming the part, if a part has nothing to train on.
+    Returns both as arrays of indices into the result of `join`. The choice in one part does not depend on the other
+    parts. Raises ConfigError, naming the part, if a part has nothing to train on.
     """
     train, held_out, num_before = [], [], 0
     for part, name in zip(parts, names, strict=True):

@@ -129,8 +129,9 @@ def initialize(head: TrainableHead, target: FrozenTarget, token_ids: Tensor, *, 
     """Initialises the head from the target. Returns whether it took over the target's last layer.
 
     The output layer gets the target's output rows of the draft vocabulary `token_ids`. The decoder layer gets the
-    weights of the target's last layer, if that computes like Llama's and has its names and shapes; then the head starts
-    as that layer, applied to the last captured state. Otherwise the decoder layer starts with random weights.
+    weights of the target's last layer, if that layer computes like Llama's, with Llama's names and shapes; then the
+    head starts as that layer, applied to the last captured state. Otherwise the decoder layer starts with random
+    weights.
     """
     generator = torch.Generator().manual_seed(seed)
     for weight in head.matrices():
@@ -155,9 +156,7 @@ def initialize(head: TrainableHead, target: FrozenTarget, token_ids: Tensor, *, 
 
 
 def _goals(head: TrainableHead) -> dict[str, Tensor]:
-    """Returns the head's parameters to which a Llama layer's weights are copied, by the weights'
-    names in that layer.
-    """
+    """Maps the names of a Llama layer's weights to the head's parameters that they are copied to."""
     layer = head.midlayer
     size = layer.hidden_norm.weight.shape[0]
     attn = layer.self_attn

@@ -78,7 +78,7 @@ class Trainer:
     _pace: _Pace = field(init=False, default_factory=_Pace)
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> list[Evaluation]:
-        """Trains until the end or until `should_stop` returns True, which is called after each step.
+        """Trains until the end, or until `should_stop`, called before each step, returns True.
 
         Continues from the checkpoint in the run's directory if there is one. At the end it saves a checkpoint and
         exports the head. Returns all evaluations, including those made before the run was continued. Raises ConfigError

@@ -161,8 +161,8 @@ def _reach_full_speed(
 ) -> bool | None:
     """Waits until the services have compiled their kernels, which the first start on a machine has to do.
 
-    `arguments` are the user's arguments for the prefill and the decode service. If they say whether a service compiles
-    the whole model (`fused_forwards`), it does not wait for that service.
+    `arguments` are the user's arguments for the prefill and the decode service. If they set `fused_forwards`, by which
+    a service compiles the whole model, that service is not waited for.
 
     Returns True when the kernels are compiled, False if the time limit passed first. If the metrics pages do not
     answer, it prints the reason and returns None.

@@ -94,16 +94,16 @@ def beginnings_of(request: inference_pb2.GenerateRequest) -> Beginnings:
 
 class ServersByBeginning:
     """Maps each beginning (a marked prefix of requests) to the server that last accepted a request with it, and to the
-    servers that are being asked for one now.
+    servers that are being asked such a request now.
 
-    Holds at most `max_beginnings` accepted ones: it forgets the least recent first.
+    Holds at most `max_beginnings` of accepted requests, and forgets the least recent first.
     """
 
     def __init__(self, max_beginnings: int = MAX_BEGINNINGS) -> None:
         self._max_beginnings = max_beginnings
         # The server, and whether a whole request ended there: what begins so continues that request.
         self._known: OrderedDict[bytes, tuple[str, bool]] = OrderedDict()
-        # How many calls ask each server for it, the last asked server last.
+        # For each beginning, how many calls ask each server for it; the last asked server is last.
         self._opening: dict[bytes, dict[str, int]] = {}
 
     def __len__(self) -> int:
@@ -112,9 +112,9 @@ class ServersByBeginning:
     def find(self, beginnings: Beginnings, servers: Container[str]) -> str | None:
         """Returns the one of `servers` that knows the longest of the beginnings, or None.
 
-        None also means that this beginning is only a small part of the request, and no earlier request ended with it.
-        A large beginning may also be found at a server that is being asked for it now; that server is preferred to the
-        one that accepted it last.
+        None also means that the longest is only a small part of the request, and no earlier request ended with it. A
+        large beginning may also be found at a server that is being asked for it now; that server comes before the one
+        that accepted it last.
         """
         for digest, num_bytes in zip(reversed(beginnings.digests), reversed(beginnings.sizes), strict=True):
             is_large = num_bytes >= MIN_SHARED * beginnings.num_bytes

@@ -254,7 +254,7 @@ class AsyncClient:
         with_pieces: bool = False,
         **chat_options: Unpack[ChatOptions],
     ) -> Tokenized:
-        """Returns the tokens of a text or of a chat. A text may have up to four times as many as the model's context.
+        """Returns the tokens of a text or chat. A text may have up to four times as many tokens as the model's context.
 
         `chat_options` are those of `generate`. `add_special_tokens` says whether to add the special tokens that the
         tokenizer adds by itself; None adds them to a text only. `with_pieces` asks for the tokens' spelling too.
@@ -296,8 +296,8 @@ class AsyncClient:
         await self._servers.close()
 
     async def _ask(self, method_of: Callable[[Server], Any], request: Any, *, answers_at_once: bool = True) -> Any:
-        """Calls a method of a server, and returns its answer. If a server whose method `answers_at_once` does not,
-        another one is asked. Raises BatonError.
+        """Calls a method of a server, and returns its answer. With `answers_at_once`, another server is asked if one is
+        slow to answer. Raises BatonError.
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None

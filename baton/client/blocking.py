@@ -36,8 +36,8 @@ from common.text.chat_messages import ChatMessage
 
 
 class EventStream(Iterator[Event]):
-    """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call, and so does
-    what a signal's handler raises while it is being read, such as Ctrl-C's KeyboardInterrupt.
+    """The events of one generation. Closing it, leaving its `with` block or dropping it cancels the call. So does an
+    exception of a signal handler during a read, such as Ctrl-C's KeyboardInterrupt.
     """
 
     def __init__(
@@ -219,10 +219,10 @@ class Client:
         `add_generation_prompt=False` the prompt ends with the last message.
 
         Requests with a lower `priority` are served earlier; the default is 0. A service may refuse negative ones.
-        `tenant` names whom the request is for. Tenants share what this caller may hold of the service.
+        `tenant` names whom the request is for. Tenants divide this caller's share of the service among them.
 
-        A request with a `cache_salt` shares cached KV only with requests of the same salt, and one without a salt only
-        with others without one. With `cache_prompt=False` the request neither uses cached KV nor leaves any.
+        A request shares cached KV only with requests that have the same `cache_salt`, or like it have none. With
+        `cache_prompt=False` the request neither uses cached KV nor leaves any.
 
         `truncate_prompt_tokens` is the number of last tokens of the prompt that are kept, if it has more; -1 keeps as
         many as leave room for `max_tokens`. With `return_prompt_token_ids` the Started event has the prompt's tokens.
@@ -278,7 +278,7 @@ class Client:
         with_pieces: bool = False,
         **chat_options: Unpack[ChatOptions],
     ) -> Tokenized:
-        """Returns the tokens of a text or of a chat. A text may have up to four times as many as the model's context.
+        """Returns the tokens of a text or chat. A text may have up to four times as many tokens as the model's context.
 
         `chat_options` are those of `generate`. `add_special_tokens` says whether to add the special tokens that the
         tokenizer adds by itself; None adds them to a text only. `with_pieces` asks for the tokens' spelling too.
@@ -322,8 +322,8 @@ class Client:
 
     @uninterrupted
     def _ask(self, method_of: Callable[[Server], Any], request: Any, *, answers_at_once: bool = True) -> Any:
-        """Calls a method of a server, and returns its answer. If a server whose method `answers_at_once` does not,
-        another one is asked. Raises BatonError.
+        """Calls a method of a server, and returns its answer. With `answers_at_once`, another server is asked if one is
+        slow to answer. Raises BatonError.
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None

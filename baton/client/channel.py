@@ -55,7 +55,7 @@ def channel_options(tls: Tls | None, overrides: ChannelOptions | None) -> list[t
     """Returns gRPC's channel arguments. An argument in `overrides` replaces the default one.
 
     Keepalive pings are sent only while a call is open and the server is silent, so that a generation notices a dead
-    server. gRPC sends two without data in between and then at most one a minute, as strict servers want it.
+    server. Without data between them, gRPC sends two pings, then at most one a minute, as strict servers want.
     """
     options: dict[str, int | str] = {
         "grpc.max_send_message_length": MAX_MESSAGE_BYTES,

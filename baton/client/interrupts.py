@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 _LOOK_S = 0.2
-"""How often a waiting main thread looks for interrupts: one that came just before its wait began does not end it."""
+"""Seconds between looks for interrupts: one just before the main thread's wait does not end the wait."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,9 +19,9 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
     """Returns a function that runs `function` on another thread if the main thread calls it. The main thread waits for
     the result. Where no thread can start, `function` runs on the main thread.
 
-    Python raises KeyboardInterrupt between any two instructions of the main thread. Between taking a lock and entering
-    the block that gives it back, the lock stays taken, and the later calls of a gRPC channel would wait forever. A call
-    that is interrupted goes on, on its thread.
+    Python raises KeyboardInterrupt between any two instructions of the main thread. If it does so between taking a lock
+    and entering the block that releases it, later calls of the gRPC channel wait forever. An interrupted call goes on,
+    on its thread.
     """
 
     @functools.wraps(function)

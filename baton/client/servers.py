@@ -3,8 +3,8 @@
 Each server has a channel of its own. gRPC asks the server for its health all the time, and the channel is READY only
 while the server is ready to serve. Among the ready servers the choice is:
 
-1. not the one that broke or refused this generation's last call, nor one that did so to any call just now or left one
-   unanswered, if there is another;
+1. not the one that broke or refused this generation's last call, nor one that just now broke or refused any call or
+   left it unanswered, if there is another;
 2. the one that serves another choice (another output) of the same prompt (`CommonServer`), however many open calls it
    has;
 3. the one that has computed, or is being asked for, the longest beginning of the request (`affinity`), unless it has
@@ -211,7 +211,7 @@ class Servers(ABC):
                 interval_s=float((channel_overrides or {}).get(_LOOK_UP_ARG, LOOK_UP_INTERVAL_S * 1000)) / 1000,
                 clock=clock,
             )
-            # So that a token or a channel argument that cannot be sent is told here.
+            # Raises here for a token or channel argument that cannot be sent.
             self._close_channel(Server("", self._open_channel("ipv4:127.0.0.1:1"), token))
         for each in self._target.addresses:
             self._add(each)

@@ -26,7 +26,7 @@ class _Cache:
 
 
 def keep_kernels(directory: Path | None, log: Log = NO_LOG) -> None:
-    """Sets the directory in which `compiled` keeps kernels from now on.
+    """Sets the directory where `compiled` stores and finds kernels from now on.
 
     Until this is called, a process compiles kernels for itself alone. It also does so if `directory` is None or cannot
     be written. Failures to read or write are logged to `log`.

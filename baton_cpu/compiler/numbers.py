@@ -25,7 +25,7 @@ _HALF, _BITS, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 class NumberFormat(NamedTuple):
     """The form in which kernels get tensors of `dtype`: as arrays of `numpy_dtype` with the same bits. `bits_dtype` is
-    the dtype of torch that equals `numpy_dtype`.
+    PyTorch's name for `numpy_dtype`.
     """
 
     dtype: torch.dtype
@@ -92,8 +92,8 @@ def _rounded(_context, number, like):
 read = cast("Kernel", _read)
 """`read(element)`, for kernels: returns the element as a float32."""
 rounded = cast("Kernel", _rounded)
-"""`rounded(number, like)`, for kernels: rounds a float32 to an element of `like`'s dtype. It rounds to the nearest, and
-to even where two are as near, as PyTorch does. A NaN stays a NaN.
+"""`rounded(number, like)`, for kernels: rounds a float32 to an element of `like`'s dtype. It rounds to the nearest,
+ties to even, as PyTorch does. A NaN stays a NaN.
 """
 
 
@@ -113,7 +113,7 @@ def widened(builder: Any, kind: types.Type, element: Any) -> Any:
 
 
 def _widened_fp8(builder: Any, bits: Any) -> Any:
-    """Moves exponent and fraction to their places in a float32, whose exponents begin 120 lower. A NaN stays one."""
+    """Generates code that turns FP8 `bits` into a float32, whose exponent bias is 120 larger. A NaN stays a NaN."""
     size = builder.and_(bits, _BITS(0x7F))
     moved = builder.fmul(builder.bitcast(builder.shl(size, _BITS(20)), _FLOAT), _FLOAT(2.0**120))
     sign = builder.shl(builder.and_(bits, _BITS(0x80)), _BITS(24))

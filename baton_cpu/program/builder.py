@@ -17,8 +17,8 @@ from baton_cpu.program.weights import WeightMemory, packed, packed_one_by_one
 from common.model.capture import HiddenCapture
 
 _LEAVE_INPUT = (Kind.INPUT_NORM, Kind.PREPARE_CHUNKS, Kind.ATTEND_CHUNKS, Kind.ATTEND, Kind.EXPERTS_GATE)
-"""Kinds of operations that write to the input of a matrix product, in the dtype in which it is read. A LINEAR that
-stores a gate does so too, and ROUTE beside its target.
+"""Kinds of operations whose target is the input of a matrix product, in the dtype in which it is read. A LINEAR that
+stores a gate has such a target too, and ROUTE writes buffer NORMED so.
 """
 _READ_INPUT = (Kind.LINEAR, Kind.EXPERTS_GATE, Kind.EXPERTS_DOWN)
 """Kinds of operations that are matrix products."""
@@ -26,8 +26,7 @@ _READ_INPUT = (Kind.LINEAR, Kind.EXPERTS_GATE, Kind.EXPERTS_DOWN)
 
 LOGITS, STATES, STREAM = 0, 1, 2
 """The first three buffers of every program. LOGITS [R, vocab] is float32. STATES holds the states that the program
-returns beside the logits. STREAM may be given by the caller; in a model's program it is the residual stream, and is not
-given.
+returns beside the logits. STREAM is the residual stream in a model's program; in other programs the caller may fill it.
 """
 
 
@@ -43,8 +42,8 @@ class AttentionSize:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSize:
-    """The sizes of a model's layers of experts, the same in all of them: the experts of a layer, those chosen for each
-    token, and the length of their input rows.
+    """The sizes of a model's layers of experts, the same in all of them: how many experts a layer has, how many a token
+    gets, and the length of an input row.
     """
 
     num_experts: int
@@ -55,8 +54,8 @@ class ExpertsSize:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A layer of experts. `router` [experts, inputs] gives a token's scores, of which a softmax is taken. The token
-    goes to the `num_chosen` experts with the largest ones. `gate_up` [experts, 2 * inner, inputs] has the gate's
-    outputs, then those of up; `down` is [experts, outputs, inner].
+    goes to the `num_chosen` experts with the largest scores. `gate_up` [experts, 2 * inner, inputs] has the outputs of
+    gate, then of up; `down` is [experts, outputs, inner].
 
     With `weights_add_up` the softmax weights of a token's experts are divided by their sum. With `rounds_weights` they
     are rounded to the model's dtype.
@@ -198,9 +197,9 @@ class ProgramBuilder:
     def norm(
         self, source: int, target: int, weight: Tensor, *, epsilon: float, source_offset: int = 0, offset: int = 0
     ) -> None:
-        """Adds the operation NORM, which RMS-normalises elements of the rows of buffer `source`, as many as `weight`
-        has, from `source_offset` on. It writes them to the rows of buffer `target`, beginning at their element
-        `offset`; this may be the place where they were. `epsilon` is added to the mean of the squares.
+        """Adds the operation NORM, which RMS-normalises a part of each row of buffer `source`: as many elements as
+        `weight` has, from `source_offset` on. It writes them to the rows of buffer `target`, from element `offset` on;
+        both places may be the same. `epsilon` is added to the mean of the squares.
         """
         fields = {Field.SOURCE: source, Field.SOURCE_OFFSET: source_offset}
         fields |= {Field.TARGET: target, Field.TARGET_OFFSET: offset}
@@ -275,17 +274,15 @@ class ProgramBuilder:
         """Adds a LINEAR that writes silu(gate(x)) * up(x) to buffer `target`, where x are the rows of buffer `source`,
         RMS-normalised with weight `norm` [inputs] and `epsilon`. `gate` and `up` are weights [outputs, inputs].
 
-        Both weights become one. Of each panel, the unit in which weights are packed, half the outputs are those of
-        `gate`, and half those of `up`. So the number of outputs must be a multiple of PANEL_WIDTH / 2. Returns the
-        panels.
+        Both weights are packed as one. In each panel, the unit of packing, half the outputs are those of `gate`, and
+        half those of `up`. So the number of outputs must be a multiple of PANEL_WIDTH / 2. Returns the panels.
         """
         return self.linear(source, target, _interleaved(gate, up), norm=norm, epsilon=epsilon, store=Store.GATE)
 
     def experts(self, stream: int, experts: Experts, *, norm: Tensor, epsilon: float) -> None:
-        """Adds the operations of a layer of experts, which adds the experts' outputs for the rows of buffer `stream` to
-        these rows. The experts read the rows RMS-normalised with weight `norm` [inputs] and `epsilon`. All layers of
-        experts must have the same sizes. The number of outputs of an expert's gate must be a multiple of PANEL_WIDTH /
-        2.
+        """Adds the operations of a layer of experts. The experts read the rows of buffer `stream`, RMS-normalised with
+        weight `norm` [inputs] and `epsilon`, and their outputs are added to these rows. All layers of experts must have
+        the same sizes. The number of outputs of an expert's gate must be a multiple of PANEL_WIDTH / 2.
         """
         size, inner = experts.size, experts.down.shape[2]
         if self._experts is None:
@@ -404,6 +401,6 @@ class ProgramBuilder:
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns a weight of which each panel has half of its outputs from `gate` and half from `up` [outputs, inputs]."""
+    """Returns one weight in whose panels half the outputs are of `gate` and half of `up`, both [outputs, inputs]."""
     half = PANEL_WIDTH // 2
     return torch.stack([gate.unflatten(0, (-1, half)), up.unflatten(0, (-1, half))], dim=1).flatten(0, 2)

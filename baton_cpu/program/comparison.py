@@ -20,8 +20,8 @@ another order than PyTorch, and so rounds differently.
 """
 
 _EACH_LAYER, _MOST = 0.025, 0.2
-"""The largest difference of the median token that is accepted of a model in bfloat16 that chooses experts, for each of
-its layers and in all. Where two experts nearly tie, rounding chooses, and a token with another expert differs by 13% to
+"""For a bfloat16 model that chooses experts: the accepted difference of the median token grows by _EACH_LAYER per
+layer, up to _MOST. Where two experts nearly tie, rounding chooses, and a token with another expert differs by 13% to
 41%. Later layers attend to it, so that the median token differs by more with each layer: by 1% after two layers, 12%
 after eight. A program that weights the experts wrongly differs by 20% after two layers already. docs/forwards.md has
 more of these figures.
@@ -41,9 +41,9 @@ def difference(model: TargetModel, forward: ForwardProgram, *, check: Callable[[
     `relative`) of logits, states and KV in a few forwards. It is infinite if the program writes KV of other slots, or
     names another token than the one with its largest logit.
 
-    In bfloat16, rounding may change which experts a token gets. If the model chooses experts, it is then the median
-    token of the forwards with as many new tokens that counts. Each number of new tokens is judged by itself, since
-    most tokens are a chunk's and would hide what is wrong in a step.
+    In a bfloat16 model, rounding may change which experts a token gets. If it chooses experts, the median token counts
+    instead of the largest difference. Each number of new tokens has its own median, since most tokens are a chunk's and
+    would hide what is wrong in a step.
 
     `model` must still compute by its own modules, which may read the program's weights. `check` is called between the
     forwards, and may raise.
@@ -164,7 +164,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def target_tolerance(model: TargetModel) -> float:
-    """Returns the largest `difference` of a program that is accepted."""
+    """Returns the largest accepted `difference` of a program of `model`."""
     allowed = tolerance(model.dtype)
     return max(allowed, min(_MOST, _EACH_LAYER * model.num_layers)) if _is_routed(model) else allowed
 

@@ -80,9 +80,9 @@ def decoder_of(model: nn.Module) -> NewProgram:
     function takes a `check`, which is called between parts of the work and may raise.
 
     The model's blocks, norms and linear layers may be replaced (see decoder_blocks.py) before the function is called.
-    It makes the linear layers share the program's weights, and the program shares embedding and norms. Experts are
-    packed besides the model's own. If the function raises, the linear layers have weights of their own again, as far as
-    there is room, unless `check` keeps raising.
+    It makes the linear layers share the program's weights, and the program shares embedding and norms. Packed experts
+    are copies; the model keeps its own. If the function raises, the linear layers have weights of their own again, as
+    far as there is room, unless `check` keeps raising.
     """
     base = _base(model)
     return partial(_write, _parts(model), base.rotary_emb, num_positions=_config(model).max_position_embeddings)
@@ -100,9 +100,10 @@ def rotation(rope: nn.Module, dtype: torch.dtype, num_positions: int) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """A layer of the model, and those of its tensors that stay where they are. `head_biases` are the biases of q, k and
-    v (empty if there are none). `gate_norm` is the norm before the MLP. `query_norm` and `key_norm` have the length of
-    one head or of all heads together. `experts` is None if the layer has a gated MLP, of `gated_size` rows.
+    """A layer of the model, and its tensors besides the linear layers' weights. `head_biases` are the biases of q, k
+    and v (empty if there are none). `gate_norm` is the norm before the MLP. `query_norm` and `key_norm` have the length
+    of one head or of all heads together. `experts` is None if the layer has a gated MLP, whose gate has `gated_size`
+    outputs.
     """
 
     layer: Any
@@ -120,7 +121,7 @@ class _LayerParts:
         return 0 if experts is None else experts.router.nbytes + experts.gate_up.nbytes + experts.down.nbytes
 
     def heads(self) -> list[Holder]:
-        """Returns the linear layers of q, k and v: one of all three, or three."""
+        """Returns the linear layers of q, k and v: one joined layer, or three."""
         block = self.layer.self_attn
         return _holders(block, "qkv") if isinstance(block, PackedAttention) else _holders(block, *_HEADS)
 
@@ -151,9 +152,7 @@ class _ModelParts:
 
     @property
     def needed_bytes(self) -> int:
-        """The memory in bytes that packing needs: for experts, and for a weight that is there twice until it is
-        shared, and a third time while it is packed.
-        """
+        """The memory in bytes that packing needs: for the experts, and for two more copies of the largest weight."""
         return sum(layer.experts_bytes for layer in self.layers) + 2 * self.largest_bytes
 
 

@@ -28,7 +28,8 @@ class PanelRows:
     """A weight [outputs, inputs] inside `panels` [panels, steps, PANEL_WIDTH, inputs of a step].
 
     A panel has PANEL_WIDTH lanes, and each lane holds one output's weights. The weight lies in lanes `lanes[0]` to
-    `lanes[1]` of every panel: of the outputs there, counted panel by panel, it has those from `start` to `stop`.
+    `lanes[1]` of every panel. Counted panel by panel, its outputs are those from `start` to `stop` in these lanes. Ends
+    are exclusive.
     """
 
     panels: Tensor
@@ -102,8 +103,8 @@ class PanelLinear(nn.Module):
         return PackedLinear(plain) if self.kind is PackedLinear else plain
 
     def _joined(self, compute: Callable[[Tensor, Tensor | None, slice], Tensor]) -> Tensor:
-        """Returns the outputs that `compute` returns for parts of the weight. It gets a part, its biases, and the place
-        of its outputs.
+        """Returns the joined outputs of `compute` for all parts of the weight. `compute` gets a part, its biases, and
+        the slice of its outputs.
         """
         outputs, start = [], 0
         for part in self._rows.parts():
@@ -115,9 +116,9 @@ class PanelLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The place of a linear layer in a model: the module that has it, and by which name.
+    """The place of a linear layer in a model: attribute `name` of `module`.
 
-    A forward that runs meanwhile computes with the layer that it finds there, the old one or the new one.
+    A forward that runs while the layer is replaced computes with the old or the new one.
     """
 
     module: nn.Module
@@ -160,10 +161,10 @@ class SharedWeights:
         return_freed_memory()
 
     def end(self, check: Callable[[], None]) -> None:
-        """Gives all layers weights of their own again. `check` is called between them and may raise.
+        """Gives all layers weights of their own again. `check` is called before each layer and may raise.
 
-        The panels may still be in memory. Raises OSError where there is no room besides them: the layers that are left
-        go on reading panels, which is slower.
+        The panels may still be in memory. Raises OSError if there is no room besides them: the remaining layers then go
+        on reading panels, which is slower.
         """
         while self._holders:
             check()

@@ -59,7 +59,7 @@ def packed_one_by_one(
     weights: Iterable[Tensor], num_weights: int, memory: WeightMemory, check: Callable[[], None]
 ) -> Tensor:
     """Returns `num_weights` weights of the same shape packed as by `packed`, one after the other: [weights, panels,
-    steps, PANEL_WIDTH, numbers of a step]. Each of `weights` is asked for when the one before it is packed.
+    steps, PANEL_WIDTH, numbers of a step]. The next of `weights` is taken only when the previous one is packed.
     """
     packed_weights = torch.empty(0)
     for place, weight in enumerate(weights):

@@ -44,9 +44,9 @@ class ForwardInput:
     logits are wanted; None for all.
 
     `tree_mask` [T, W] bool: for each new token, which of its row's last W tokens it attends, besides all earlier ones.
-    All rows then have the same number of new tokens, at most W. None: each token attends those up to itself.
+    All rows then have the same number of new tokens, at most W. None: each token attends its row up to itself.
 
-    `windows` are the layers whose KV lies in slots of its own. `kv` has the other layers, in the same order.
+    `windows` are the layers whose KV lies in slots of its own. `kv` has the other layers, in the model's order.
     """
 
     input_ids: Tensor
@@ -73,8 +73,8 @@ class LayerAttention:
     """How the queries of one layer attend.
 
     `scaling` is the factor of the scores. With `window`, a query attends only the last `window` of the tokens that it
-    would attend otherwise, itself among them. With `softcap` c, a score s becomes c * tanh(s / c). `sinks` [heads] are
-    one more score for each query head: it takes its share of the weights, and adds nothing to the output.
+    would attend otherwise, itself among them. With `softcap` c, a score s becomes c * tanh(s / c). `sinks` [heads] hold
+    one extra score per query head, which takes its share of the weights and adds nothing to the output.
     """
 
     scaling: float
@@ -104,8 +104,8 @@ class AttentionPlan(Protocol):
 
         With a tree mask, the mask selects among the row's last tokens instead. `how` says which tokens a window leaves,
         and how scores become weights. Shapes: query [T, heads, head_dim]; key, value [T, kv_heads, head_dim]; returns
-        [T, heads, head_dim]. `key` and `value` have the pool's dtype. Reads only slot 0 and the rows' own slots. What
-        lies in slots behind the windows of all queries of a row, even NaN, changes nothing.
+        [T, heads, head_dim]. `key` and `value` have the pool's dtype. Reads only slot 0 and the rows' own slots. Slots
+        before the windows of all queries of a row may hold anything, even NaN.
         """
 
 
@@ -137,8 +137,8 @@ class AttentionBackend(Protocol):
 class AttentionOfGroups(AttentionBackend):
     """The attention of a model whose layers belong to several groups.
 
-    `full` is the backend of the layers that attend all tokens, and `windows` has the one of each group with a window,
-    in the order of ForwardInput.windows. Groups of one shape may share a backend.
+    `full` is the backend of the layers that attend all tokens, and `windows` has one backend for each group with a
+    window, in the order of ForwardInput.windows. Groups of one shape may share a backend.
     """
 
     def __init__(self, full: AttentionBackend, windows: Sequence[AttentionBackend]) -> None:
@@ -159,7 +159,7 @@ class AttentionOfGroups(AttentionBackend):
 
 
 class _PlanOfGroups(AttentionPlan):
-    """A forward's plan that consists of one for each group of layers."""
+    """A forward's plan, made of one plan for each group of layers."""
 
     def __init__(self, full: AttentionBackend, windows: Sequence[AttentionBackend], batch: ForwardInput) -> None:
         self._places: dict[int, tuple[AttentionPlan, int]] = {}

@@ -34,7 +34,7 @@ class AttentionEngine(Protocol):
         dtype: torch.dtype,
         fp8_kv: bool,
     ) -> AttentionBackend:
-        """Returns the attention backend for layers of a CPU's model. The arguments mean what they mean for
+        """Returns the attention backend for layers of a model on a CPU. The arguments mean what they mean for
         `new_attention` below. It compiles kernels, which takes seconds.
         """
 
@@ -66,9 +66,8 @@ def new_attention(
 ) -> AttentionBackend:
     """Returns a backend for layers with `num_heads` query heads over `num_kv_heads` key and value heads of `head_dim`.
 
-    It takes pools of `dtype`, and with `fp8_kv` also pools in FP8. A pool may have more heads, if the layer's begin at
-    `first_kv_head`; on CUDA it has none. On a CPU kernels come from `cpu_engine`; without it PyTorch's operators
-    compute.
+    It takes pools of `dtype`, and with `fp8_kv` also pools in FP8. On a CPU a pool may have more KV heads: the layer's
+    begin at `first_kv_head`. There kernels come from `cpu_engine`; without it PyTorch's operators compute.
 
     `shared_bytes` and `overlaps` are called to ask for properties of a CUDA device; a test may replace them.
     Raises StartupError if the backend cannot serve these heads, or cannot be compiled.

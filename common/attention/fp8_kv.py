@@ -1,7 +1,7 @@
 """KV in FP8: keys and values are rounded to 8 bits (e4m3) when they are written to the pool.
 
-A pool in FP8 has the bits of its numbers, as uint8, because few operators know the dtype. A number of the pool stands
-for itself times a scale of its layer. Every query reads rounded KV, of its own token too. So it does not matter which
+A pool in FP8 holds the bits of its numbers, as uint8, because few operators support FP8. The value of a number is the
+number times a scale of its layer. Every query reads rounded KV, even its own token's. So it does not matter which
 tokens are computed in the same forward.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from common.attention.backend import AttentionBackend, AttentionPlan, ForwardInput, KernelShape, LayerAttention
 
 FP8_BITS = torch.uint8
-"""The dtype of a pool, and of keys and values, in FP8."""
+"""The dtype of a pool, keys and values that hold FP8 bits."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -31,7 +31,7 @@ class KvScale:
 def to_fp8(numbers: Tensor, scale: float = 1.0) -> Tensor:
     """Divides `numbers` by `scale`, and rounds them to the nearest in FP8. Returns their bits, in the same shape.
 
-    Numbers that are too large become the largest. What is infinite becomes NaN, and a NaN stays one.
+    Numbers that are too large become the largest FP8 number. Infinity becomes NaN, and NaN stays NaN.
     """
     scaled = numbers if scale == 1.0 else numbers.float() / scale
     finite_or_nan = scaled.clamp(-_LARGEST, _LARGEST) + (scaled - scaled)
@@ -39,14 +39,14 @@ def to_fp8(numbers: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def widened(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns keys or values of a pool in `dtype`, which has all numbers of FP8."""
+    """Returns a pool's keys or values converted from FP8 to `dtype`; others unchanged."""
     return numbers.view(torch.float8_e4m3fn).to(dtype) if numbers.dtype == FP8_BITS else numbers
 
 
 class Fp8Attention(AttentionBackend):
     """Attention of a model whose KV may be in FP8: it rounds new keys and values, and takes the scales into account.
 
-    `backend` attends what the pool has. `scales` has one for each layer; without it all scales are 1.
+    `backend` attends over the pool. `scales` has one for each layer; without it all scales are 1.
     """
 
     def __init__(self, backend: AttentionBackend, scales: Sequence[KvScale] | None = None) -> None:

@@ -48,7 +48,7 @@ class TorchAttention:
 
 
 def with_kv_heads(batch: ForwardInput, heads: range) -> ForwardInput:
-    """Returns `batch` with these heads of the pool alone."""
+    """Returns `batch` with only these KV heads of the pool."""
     return replace(batch, kv=batch.kv[:, :, :, heads.start : heads.stop])
 
 
@@ -201,9 +201,9 @@ def _attended(batch: ForwardInput, num_rows: int, num_queries: int, places: Tens
 class _Extend:
     """One row's share of the forward: its new tokens are [start, stop) of all new tokens.
 
-    `slots` holds the slots of the tokens that are read. It is None if these are the row's new tokens only: then their
-    keys and values need not be read from the pool. `mask` is additive, [new tokens, tokens that are read]. It is None
-    if the attention operator needs none: for a single new token, and for new tokens only.
+    `slots` holds the slots of the tokens that are read. It is None if only the row's new tokens are read: their keys
+    and values need not come from the pool. `mask` is additive, [new tokens, tokens that are read]. It is None if the
+    attention operator needs none: for a single new token, and for new tokens only.
     """
 
     start: int
@@ -300,8 +300,8 @@ def _causal_mask(
 ) -> Tensor | None:
     """Returns an additive causal mask [num_new, num_before + num_new], or None if the operator needs none.
 
-    It needs none for a single new token, which attends all tokens, nor for new tokens only, where the operator's own
-    `is_causal` masks correctly. A window may need one for these.
+    The operator needs none for a single new token, which attends all tokens, nor without earlier tokens, where its own
+    `is_causal` masks correctly. With a window it may need one in both cases.
     """
     is_limited = window is not None and window < num_before + num_new
     if not is_limited and (num_before == 0 or num_new == 1):
@@ -317,7 +317,7 @@ def _causal_mask(
 def _attended_of_tree(num_tokens: int, tree_mask: Tensor, window: int | None) -> Tensor:
     """Returns which of a row's last `num_tokens` tokens each query attends, [queries, num_tokens] bool.
 
-    `tree_mask` [queries, W] says it of the last W of them. Every query attends all tokens before these, as far as the
+    `tree_mask` [queries, W] says this for the last W tokens. Every query attends all earlier tokens, as far as the
     window allows.
     """
     num_queries, num_masked = tree_mask.shape

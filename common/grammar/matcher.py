@@ -26,7 +26,7 @@ ALL_ALLOWED = -1
 """One word of a mask, with all its tokens allowed."""
 
 NOT_FORCED = -1
-"""Stands for a token that is not forced, where forced tokens are a tensor."""
+"""Marks places without a forced token in a tensor of forced tokens."""
 
 _BITS = 32
 
@@ -54,7 +54,7 @@ class Matcher(Protocol):
 
     def forced(self) -> Sequence[int]:
         """Returns tokens with which the output is bound to go on, as many as are easily known: none if several may come
-        next. Only the masks decide: a later token may be spelled otherwise.
+        next. Only masks are binding: the same text may be spelled by other tokens.
         """
 
 
@@ -62,8 +62,7 @@ class NewMatcher(Protocol):
     """Makes the matcher of a request, which has accepted the output tokens `output_ids` already.
 
     `reasoning` describes the section that comes before the text that must fit `grammar`; one of the two may be None.
-    Requests of different clients take turns, and those of the tenants of one client. Raises InvalidRequest, naming the
-    field, or Overloaded.
+    Clients take turns, and so do the tenants of one client. Raises InvalidRequest, naming the field, or Overloaded.
     """
 
     def __call__(
@@ -175,7 +174,7 @@ class TokenRulesMatcher:
     def __init__(
         self, text: Matcher | None, rules: TokenRules, output_ids: Sequence[int] = (), *, vocab_size: int
     ) -> None:
-        """Makes a matcher after the request's earlier output, which `text` has accepted already.
+        """Makes a matcher that continues after `output_ids`, which `text` has accepted already.
 
         Raises InvalidRequest if the output breaks the rules.
         """

@@ -43,7 +43,7 @@ class Reasoning:
 
     def after_prompt(self, last_bytes: bytes, *, continued: str = "") -> Reasoning:
         """Returns the same Reasoning with `is_open` set. `last_bytes` is the text of the prompt's last NUM_LAST_TOKENS
-        tokens. If the output continues an answer, `continued` is what there is of it.
+        tokens. If the output continues an answer, `continued` is that answer's text so far.
         """
         if self.is_open is not None:
             return self

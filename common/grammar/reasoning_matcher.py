@@ -18,7 +18,7 @@ class MarkerRefused(Exception):
 
 
 class TokenTexts:
-    """The bytes of each token of a vocabulary. Tokens with a given beginning are found without looking at all."""
+    """The bytes of each token of a vocabulary. Tokens with a given beginning are found by bisection."""
 
     def __init__(self, bytes_of: Sequence[bytes]) -> None:
         self.bytes_of = bytes_of
@@ -35,7 +35,7 @@ class TokenTexts:
 
 
 class MarkerTokens:
-    """Tables of what the tokens of a vocabulary lead to, at each place of an output before its answer. Never changes.
+    """Tables that say what each token leads to, at each place of an output before its answer. They never change.
 
     `bytes_of` has the bytes of each token. `past_end` maps a place to the mask of the tokens that complete the end
     marker and contain more text after it. `completing` maps a place before the reasoning to the mask of the tokens that
@@ -67,15 +67,15 @@ class MarkerTokens:
         if 0 not in self.closing:
             raise MarkerRefused
         for num_matched in range(len(markers.end)):
-            self.closing.setdefault(num_matched, self.closing[0])  # a new one, where nothing spells the rest
+            self.closing.setdefault(num_matched, self.closing[0])  # a new marker, where no tokens spell the rest
 
     def _mask(self, token_ids: Iterable[int]) -> Mask:
         return mask_of(token_ids, len(self.bytes_of))
 
 
 def _that_may_complete(marker: bytes, texts: TokenTexts) -> Iterator[tuple[int, set[int]]]:
-    """Yields numbers of bytes of `marker` that may have come already, each with the tokens that may complete `marker`
-    after them: those that begin with the rest of it, or contain all of it.
+    """Yields each number of bytes of `marker` that may have come already, with the tokens that may then complete
+    `marker`: tokens that begin with the rest of it, or contain all of it.
     """
     containing = set(texts.containing(marker)) if marker else set()
     for num_matched in range(len(marker)):
@@ -117,7 +117,7 @@ class ReasoningMatcher:
         self._end_ids = end_ids
         self._place = tokens.markers.beginning
         self._num_tokens = 0
-        # Follows the answer, or what may be one before the reasoning. None without a grammar, or where nothing may be.
+        # Follows the answer or, before the reasoning, text that may be the answer. None without a grammar or such text.
         self._answer = grammar.copy() if grammar is not None and self._place.part is OutputPart.BEFORE else None
 
     @property
@@ -171,8 +171,8 @@ class ReasoningMatcher:
     def _closing_tokens(self) -> Sequence[int]:
         """Returns the tokens of the end marker that are left, and those with which the grammar begins.
 
-        Some markers begin anew again and again, where nothing spells the rest. Then it returns the tokens up to a place
-        where the output was before.
+        Where no tokens spell the rest, a marker may begin anew endlessly. Then it returns the tokens up to the first
+        place that repeats.
         """
         found, place, seen = list[int](), self._place, set[OutputPlace]()
         while place.part is OutputPart.REASONING:

@@ -50,7 +50,7 @@ def mlp_agrees(block: nn.Module, replacement: nn.Module) -> bool:
 def attention_agrees(block: nn.Module, replacement: nn.Module) -> bool:
     """Returns whether an attention block and its replacement compute the same in float32.
 
-    They must hand the same to attention, queries, keys, values and LayerAttention, and return the same output.
+    They must pass the same queries, keys, values and LayerAttention to attention, and return the same output.
     """
     return all(_attend_alike(block, replacement, block, num_tokens) for num_tokens in (1, 3))
 
@@ -64,7 +64,7 @@ def layer_attention(block: nn.Module) -> LayerAttention:
 
 
 def layer_agrees(layer: nn.Module, replacement: nn.Module) -> bool:
-    """Returns whether a decoder layer and its replacement compute the same in float32, also the inputs of attention."""
+    """Returns whether a decoder layer and its replacement compute the same in float32, including attention's inputs."""
     attention: nn.Module = layer.self_attn  # type: ignore[assignment]
     return all(_attend_alike(layer, replacement, attention, num_tokens) for num_tokens in (1, 3))
 
@@ -78,7 +78,7 @@ def _attend_alike(block: nn.Module, replacement: nn.Module, attention: nn.Module
 
 
 def _run(block: nn.Module, attention: nn.Module, num_tokens: int, plan: AttentionPlan) -> Any:
-    """Runs a block, or a decoder layer, that has the sizes of `attention`, on random numbers. Returns its output."""
+    """Runs a block or a decoder layer with the sizes of `attention` on random numbers. Returns its output."""
     head_dim: int = attention.head_dim  # type: ignore[assignment]
     x = _random((1, num_tokens, linear_of(attention, "q_proj").in_features), attention)
     cosines, sines = _random((2, 1, num_tokens, head_dim), attention)

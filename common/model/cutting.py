@@ -1,8 +1,8 @@
 """Cuts a model for one of several ranks: attention by heads, MLPs and experts by columns, the output by vocabulary.
 
 The results of a cut attention or MLP are partial sums, which the ranks add up. Embeddings, norms and routers are not
-cut: every rank has them. What is not known here stays whole. If that is wrong, the check at load finds it (see
-forward_probe.py), because it compares what the ranks compute together with the whole model.
+cut: every rank has them. Modules that are not known here stay whole. If that is wrong, the check at load (see
+forward_probe.py) finds it: it compares what the ranks compute together with the whole model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.errors import UnsupportedModel
 from common.model.part import Heads, Part
 
 _ROW_UNIT_BYTES = 16
-"""PyTorch's product of groups, which computes experts, wants rows of whole units of so many bytes."""
+"""PyTorch's grouped product, which computes experts, requires rows of a multiple of this many bytes."""
 
 
 _KNOWN = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
@@ -50,8 +50,8 @@ def cut_model(model: Any, part: Part, *, name: str) -> list[str]:
 
 
 def add_up(model: nn.Module, partial: Sequence[str], part: Part) -> None:
-    """Makes the ranks add up the outputs of these modules. They are known by name, since they may have been replaced
-    after they were cut. A layer that computes them by itself has the attribute `sum_up`, which is set.
+    """Makes the ranks add up the outputs of the modules named in `partial`, which may have been replaced since they
+    were cut. If a fused layer computes them, its attribute `sum_up` is set instead.
     """
 
     def add(module: nn.Module, args: Any, output: Any) -> Any:
@@ -69,7 +69,8 @@ def add_up(model: nn.Module, partial: Sequence[str], part: Part) -> None:
 
 
 class CutHead(nn.Module):
-    """The output layer of a rank, which computes the logits of its part of the vocabulary and joins those of all.
+    """The output layer of a rank, which computes the logits of its part of the vocabulary and joins them with the other
+    ranks'.
 
     The first rank keeps the whole layer too, for draft heads.
     """
@@ -93,7 +94,7 @@ class CutHead(nn.Module):
 
 
 def _in_layer(path: str) -> str:
-    """Returns the name of the child of a decoder layer that the module `path` is, or is in."""
+    """Returns the name of the decoder layer's child that is, or contains, the module `path`."""
     names = path.split(".")
     number = next((place for place, each in enumerate(names) if each.isdecimal()), None)
     if number is None:
@@ -136,7 +137,7 @@ def _cut_attention(module: Any, part: Part) -> bool:
 
 
 def _tell_heads(module: Any, heads: Heads) -> None:
-    """Phi-3's attention cuts its joined projection by these numbers of the config."""
+    """Sets the numbers of heads by which Phi-3's attention splits its joined projection."""
     module.config = copy.copy(module.config)
     module.config.num_attention_heads = len(heads.queries)
     module.num_key_value_heads = len(heads.kv)
@@ -200,7 +201,7 @@ def _keep_outputs(layer: Any, rows: Sequence[int]) -> None:
 
 
 def keep_inputs(layer: Any, columns: Sequence[int], part: Part) -> None:
-    """Cuts the inputs. The bias is added by the first rank alone, so that the sum has it once."""
+    """Keeps only the input `columns`. Only the first rank keeps the bias, so that the sum has it once."""
     layer.weight = _kept(layer.weight, columns, 1)
     if layer.bias is not None and part.rank != 0:
         layer.bias = None

@@ -83,7 +83,7 @@ class Unsplit:
     logits: Tensor
 
     def on(self, torch_device: torch.device) -> Unsplit:
-        """Returns the same on another device."""
+        """Returns this reference on another device."""
         kv = tuple(each.to(torch_device) for each in self.kv)
         return Unsplit(self.start, self.token_ids.to(torch_device), kv, self.logits.to(torch_device))
 
@@ -99,7 +99,7 @@ def probe_tokens(model: Any, torch_device: torch.device) -> Tensor:
 def far_positions(config: Any) -> list[int]:
     """Returns the positions at which runs of NUM_FAR_TOKENS tokens are compared, in ascending order.
 
-    They are the end of the short prompt, the end of the context, and one run around each limit that `config` names.
+    Runs begin at the short prompt's end and around each limit that `config` names; the last run ends the context.
     """
     last = config.max_position_embeddings - NUM_FAR_TOKENS
     starts = {NUM_TOKENS, *(limit - NUM_FAR_TOKENS // 2 for limit in _limits(config.to_dict()))}
@@ -211,7 +211,7 @@ class _ProbePool:
         """Runs one forward of `parts` (see `check`), and returns the logits of all its tokens, in the tokens' order.
 
         If any part has more than one token, it asks for the logits in reverse order, to check that the model respects
-        `logits_rows`, and turns the answer round.
+        `logits_rows`, and reverses the result.
         """
         device = self._target.torch_device
         lens = tuple(stop - start for _, start, stop in parts.values())

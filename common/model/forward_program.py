@@ -19,8 +19,8 @@ enqueued).
 NewProgram = Callable[[Callable[[], None]], object]
 """Compiles a model or a draft head into programs. Only the engine that made this callable reads the returned object.
 
-It packs the weights, which takes time, and lets the modules share them, weight by weight. It calls its argument between
-parts of this work, to let it raise. Raises OSError if there is no room, and then the modules are as before.
+It packs the weights, which takes time, and lets the modules share them, weight by weight. It calls its argument, which
+may raise, between parts of this work. Raises OSError if there is no room, and then the modules are as before.
 """
 
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture on a GPU, in a form that can be recorded into a CUDA graph."""
+"""Mixture-of-experts layers on a GPU, in a form that can be recorded into a CUDA graph."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class GpuDecoderLayer(nn.Module):
     """A fused decoder layer, made from `layer`, whose class is one of LAYERS. It computes the same as `layer` with
     Baton's attention.
 
-    If the model is cut, `sum_up` adds up the ranks' outputs of attention and MLP, as Collective.sum_up.
+    If the model is cut, `sum_up` is Collective.sum_up: it adds up the ranks' outputs of attention and MLP.
     """
 
     sum_up: Callable[[Tensor], None] | None = None

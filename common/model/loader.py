@@ -98,11 +98,11 @@ def load_target(
     of its attention backend (see choice.py). With KV in FP8 the model is not fused. `on_progress` is told how much of
     the weights is read.
 
-    The longest sequence that will be computed has `max_context_tokens`, or as many as the model allows if that is
-    fewer, or if it is None. Models whose rope follows a length are rotated by it (see rotation.py).
+    The longest sequence that will be computed has `max_context_tokens` tokens, but at most what the model allows; None
+    means that. Loading also fixes the rotation of a model whose rope follows a length (see rotation.py).
 
-    With `part` only this part of the model is kept, and all ranks must load it at the same time, because they check it
-    together.
+    With `part` only this part of the model is kept. All ranks must then load at the same time, because they check the
+    model together.
 
     On a CPU `cpu_engine` makes the model fast; without it PyTorch's operators compute. If the model's class is known:
     `fuses` prepares it, on a CPU, to be compiled into one program; `optimizes_modules` replaces its modules by fewer
@@ -243,7 +243,7 @@ def target_of(
 
 
 def _layers_of(shapes: Sequence[LayerShape]) -> dict[LayerShape, tuple[int, ...]]:
-    """Returns the layers of each shape. Those that attend all tokens come first, and may be none."""
+    """Returns the layers of each shape. The shape that attends all tokens comes first, even if no layer has it."""
     full = next((shape for shape in shapes if shape.window is None), replace(shapes[0], window=None))
     return {
         shape: tuple(layer for layer, each in enumerate(shapes) if each == shape)

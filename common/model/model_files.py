@@ -227,8 +227,8 @@ def _refuse_numbers(value: object, place: str, path: str = "", *, is_bound: bool
 def _refuse_counts(value: object, place: str) -> None:
     """Raises UnsupportedModel for an excessive count in `value`, before a list or tensor of that length is made.
 
-    Also raises it if the share of a head's dimensions that is rotated is not above 0 and at most 1. `place`, the config
-    file, is for the error.
+    Also raises it if the rotated share of a head's dimensions is not in (0, 1]. `place`, the config file, is for the
+    error.
     """
     if isinstance(value, dict):
         for key, each in value.items():
@@ -342,7 +342,7 @@ def _torch_dtype(name: str) -> object:
 
 
 def _size_of(config: Any, key: str, default: None = None) -> Any:
-    """Returns a field of a config, or the list of each layer's if it differs between layers."""
+    """Returns a field of a config, or a list of each layer's value if layers differ."""
     if config.is_heterogeneous:
         return [getattr(layer, key, default) for layer in config.per_layer_config]
     return getattr(config, key, default)
@@ -367,9 +367,9 @@ def _check_sizes(get: Callable[[str, None], Any], place: str) -> None:
 def read_tokenizer(directory: Path) -> Any | None:
     """Reads the tokenizer in `directory`. Returns None if there is none; transformers would make up an empty one.
 
-    If there is a tokenizer.json, texts are normalised, split and merged as it says. Many classes of transformers take
-    only the vocabulary from it and have their own rules, so of such a class only the default special tokens are kept,
-    as far as the files add them to the vocabulary.
+    If there is a tokenizer.json, texts are normalised, split and merged as it says. Many tokenizer classes of
+    transformers take only its vocabulary and have rules of their own. Of such a class only the default special tokens
+    are kept, if the files add them to the vocabulary.
     """
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
@@ -389,8 +389,8 @@ def read_tokenizer(directory: Path) -> Any | None:
 def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
     """Raises UnsupportedModel, naming the token, if a token's id is not below `vocab_size`.
 
-    Tokens of no vocabulary in the files are not checked: transformers adds special tokens that the settings only name,
-    and a prompt that has one is refused later.
+    Tokens that are in no vocabulary file are not checked: transformers adds special tokens that only the settings name,
+    and a prompt with such a token is refused later.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     past = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)
@@ -404,8 +404,8 @@ def check_vocabulary(directory: Path, tokenizer: Any, vocab_size: int) -> None:
 
 
 def _stored_tokens(directory: Path) -> set[str] | None:
-    """Returns the texts of all tokens that tokenizer.json and the files beside it name, those of the vocabulary and the
-    added ones. Returns None if there is no tokenizer.json.
+    """Returns the texts of all tokens that tokenizer.json and the files beside it name, in the vocabulary or added to
+    it. Returns None if there is no tokenizer.json.
     """
     path = directory / _TOKENIZER_FILES[0]
     if (added := _added_tokens(directory)) is None:
@@ -565,9 +565,7 @@ def _check_experts(name: str, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 OnBytes = Callable[[int, int], None]
-"""Called while weights are read, with the bytes read so far and the bytes there are. Any thread may call it, one at a
-time.
-"""
+"""Called while weights are read, with the bytes read so far and their total. Any thread may call it, one at a time."""
 
 
 def load_causal_lm(
@@ -654,7 +652,7 @@ class _BytesRead:
 
 
 class _UnreadTensor:
-    """A stored tensor for transformers, which reads it when it takes `tensor[...]`."""
+    """A stored tensor in transformers' form: indexing it as `tensor[...]` reads it."""
 
     def __init__(self, stored: StoredTensor, on_read: Callable[[int], None]) -> None:
         self._stored = stored
@@ -720,8 +718,8 @@ class _TensorSources:
         self._siblings = {pattern: each.source_patterns for each in converters for pattern in each.source_patterns}
         self._files = files
         self.parts: dict[str, dict[str | None, list[str]]] = {}
-        """Stored tensors, first by the name of the tensor that they become, then by transformers' pattern (None: taken
-        as it is).
+        """Stored tensors, first by the name of the tensor that they become, then by transformers' pattern (None: stored
+        unchanged).
         """
         for tensor in files.tensors:
             key, pattern = rename_source_key(tensor, renamings, converters, model.base_model_prefix, state)
@@ -823,7 +821,7 @@ def _some(names: list[str]) -> str:
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Silences transformers inside this context. Its loading report is a table for people; here it becomes one line."""
+    """Silences transformers inside this context. Its loading report is a long table; Baton's errors are one line."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:

@@ -33,13 +33,13 @@ class Collective(Protocol):
     def give_up(self) -> None:
         """Makes every later call of this rank's object raise MemberLost. Any thread may call this.
 
-        What else it ends depends on the kind. SharedCollective: the present and later calls of all ranks.
-        GroupCollective: in this process alone, a call that waits until all ranks have come for the first time. Any
-        other present call ends with the process of a lost rank.
+        Which other calls end depends on the class. SharedCollective: all ranks' present and later calls.
+        GroupCollective: in this process only, the first call, which waits for all ranks, and on a GPU calls in flight
+        before the first broadcast. Other calls end with the lost rank's process.
         """
 
     def counts(self) -> list[int]:
-        """Returns how far each rank has come, as numbers that grow. Any thread may call this."""
+        """Returns each rank's progress, as numbers that grow. Any thread may call this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Part:
     has_own_kv: bool = False
 
     def widths(self, total: int) -> list[int]:
-        """Returns how much of a width each rank has, as equally as possible. A later rank has no more than an earlier
-        one. Some have nothing if there are too few.
+        """Returns each rank's share of the width `total`, as equal as possible. A later rank never has more than an
+        earlier one. If `total` is too small, some have 0.
         """
         unit = _UNIT if total % _UNIT == 0 and total // _UNIT >= self.num_ranks else 1
         num_units, num_left = divmod(total // unit, self.num_ranks)
@@ -68,8 +68,8 @@ class Part:
         return range(stops[self.rank], stops[self.rank + 1])
 
     def heads(self, num_heads: int, num_kv_heads: int) -> Heads:
-        """Returns the heads that this rank attends with. A rank has whole KV heads, or, if there are fewer of them than
-        ranks, one together with other ranks.
+        """Returns the heads that this rank attends with. A rank has whole KV heads. If there are fewer KV heads than
+        ranks, it shares one with other ranks.
 
         Raises ValueError if there are too few query heads.
         """

@@ -51,13 +51,13 @@ _LIBRARIES = {
 
 @dataclass(frozen=True, slots=True)
 class _ScaleBlock:
-    """The part of a weight that one scale is for: so many rows and columns. None stands for all."""
+    """A tile: the rows and columns of a weight that share one scale. None means all."""
 
     rows: int | None
     columns: int | None
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the number of tiles in the rows and in the columns of a weight of this shape."""
+        """Returns how many tiles lie along the rows and columns of a weight of this shape."""
         rows, columns = shape
         return math.ceil(rows / (self.rows or rows)), math.ceil(columns / (self.columns or columns))
 
@@ -67,13 +67,13 @@ class Quantization(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """transformers' settings for loading them."""
+        """The settings with which transformers loads the weights."""
 
     def loaded(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns those of the stored `tensors`, of which each is a slice of a file, that transformers has to load."""
+        """Returns the stored `tensors` (slices of files) that transformers has to load."""
 
     def dense(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Returns the tensors of the model that the stored ones make, with whole weights in place of their parts.
+        """Returns the model's tensors, made from the stored ones: whole weights take the place of their parts.
 
         Raises UnsupportedModel, naming the tensor, if a part is missing or does not fit the others.
         """
@@ -87,11 +87,11 @@ class Quantization(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _OfModules:
-    """The weights of modules are quantised, each with its own parts.
+    """Quantised weights of modules: each weight has parts of its own.
 
-    `numbers`, `scale`, `zero_point` and `shape` are the last names of the tensors that a weight's parts have; the last
-    two are None if there is no such part. `dtype` is the type of the numbers, of `num_bits` each, as safetensors names
-    it. `cuts_tiles` says whether a tile may reach over a weight's edge. `unused` are names of tensors for activations,
+    `numbers`, `scale`, `zero_point` and `shape` are the last components of the names of a weight's parts; the last two
+    are None if there is no such part. `dtype` is the type of the numbers, of `num_bits` each, as safetensors names it.
+    `cuts_tiles` says whether a tile may extend past a weight's edge. `unused` are names of tensors for activations,
     which are not read. `has_kv_scales` says whether the checkpoint has scales for KV in FP8.
     """
 
@@ -166,7 +166,7 @@ class _OfModules:
                 yield module
 
     def _parts(self, module: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Returns the parts of the module's weight by their last names, all of them present and of their types."""
+        """Returns the parts of the module's weight by their last names. All are present and have the right types."""
         dtypes: dict[str, tuple[str, ...]] = {self.numbers: (self.dtype,), self.scale: _SCALE_DTYPES}
         if self.zero_point is not None:
             dtypes[self.zero_point] = (self.dtype,)
@@ -221,7 +221,7 @@ class _OfModules:
 
 @dataclass(frozen=True, slots=True)
 class _Mxfp4:
-    """The weights of gpt-oss's experts are in FP4, with a power of two for each 32 inputs of an output.
+    """Quantised weights of gpt-oss's experts: FP4, with a power-of-two scale for each 32 inputs of an output.
 
     The weight `name` [experts, inputs, outputs] has two parts of bytes: `name_blocks` [experts, outputs, inputs / 32,
     16], with two numbers in each byte, and `name_scales` [experts, outputs, inputs / 32], with the exponents.

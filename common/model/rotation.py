@@ -20,7 +20,7 @@ _WITH_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
 def fix_rotation(config: Any, *, max_context_tokens: int | None) -> str:
-    """Changes `config` so that all sequences are rotated alike, as transformers rotates one of the served context.
+    """Changes `config` so that all sequences are rotated as transformers rotates one as long as the served context.
 
     The served context is `max_context_tokens`, but at most the model's; None stands for the model's. With `dynamic`
     rope a model can serve `factor` times its `max_position_embeddings`, which is set to the served context if that is
@@ -60,7 +60,7 @@ def _fix_longrope(config: Any, rope: dict[str, Any], max_context_tokens: int | N
 def _context_of_dynamic(
     config: Any, rope: dict[str, Any], layer_type: str | None, max_context_tokens: int | None
 ) -> tuple[int, int]:
-    """Returns the served context, and how many numbers of a head are rotated."""
+    """Returns the served context, at least the original one, and how many numbers of a head are rotated."""
     if rope.get("alpha"):
         raise UnsupportedModel(f"rope of type dynamic with alpha is not supported for {config.model_type}")
     original = config.max_position_embeddings

@@ -20,8 +20,8 @@ def read_sampling_defaults(directory: Path) -> Mapping[str, float]:
     """Returns the options that generation_config.json names, by name. Options that are null count as absent.
 
     As for transformers, `do_sample: false` means greedy, whatever the temperature, and a whole number may be written as
-    50.0. A `top_p` of 0 leaves the likeliest token, so it means greedy too. A `top_k` of -1 means all tokens, as for
-    the servers for which it is written; transformers refuses it.
+    50.0. A `top_p` of 0 leaves the likeliest token, so it means greedy too. A `top_k` of -1 means all tokens, as in
+    other servers; transformers refuses it.
 
     Raises UnsupportedModel, which names file and field, for a value that a request could not have either.
     """

@@ -75,23 +75,23 @@ class Followers(Protocol):
     """The other ranks of a model that is cut, which compute each forward together with this one."""
 
     def begin(self, batch: ForwardInput) -> None:
-        """Tells them to compute this forward, on tensors of a pool that these ranks made."""
+        """Tells these ranks to compute this forward, whose pool's tensors `zeros` and `kv` made."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns zeros for a table of a pool."""
 
     def kv(self, shape: Sequence[int], dtype: torch.dtype, heads: Sequence[range]) -> Sequence[KvShard]:
-        """Returns zeros for KV of this whole `shape` (see PoolTensors), in which each rank computes its `heads`."""
+        """Returns zeros for KV, in shards. `shape` is of all KV (see PoolTensors). Rank r computes `heads[r]`."""
 
     def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
-        """Returns a recorder whose graphs may have a forward, which they replay too."""
+        """Returns a recorder whose graphs may contain a forward, which these ranks replay too."""
 
     def share(self, memory: Tensor, file: int) -> None:
-        """Lets them map `memory` [N] uint8, which begins with the beginning of the open `file`."""
+        """Lets these ranks map `memory` [N] uint8, which the open `file` holds from its start."""
 
     def give_up(self, error: BaseException) -> str:
-        """Ends them, because this rank has failed in a forward, and they wait for it. Returns which rank failed first,
-        and how.
+        """Ends these ranks, because this process failed in a forward, and they wait for it. Returns which rank failed
+        first, and how.
         """
 
 
@@ -137,12 +137,12 @@ class TargetShape:
 class TargetModel:
     """A decoder-only model of a TargetShape.
 
-    `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram;
-    it is None if no program is wanted, or none supports the model. It keeps parts of the model in memory: set it to
-    None when it is no longer needed. `files` are the files that the model was loaded from. If the model is cut, `part`
-    is what this process computes. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head`
-    maps hidden states after the final norm to logits. Any thread may call `prepare`, at any time: the engine thread
-    prepares steps while the forward stream computes prompts. Run one forward at a time.
+    `attention` is the attention backend of its layers. `new_decoder` compiles the model into a ForwardProgram; it is
+    None if no program is wanted, or none supports the model. `new_decoder` keeps parts of the model in memory: set it
+    to None when no longer needed. `files` are the files that the model was loaded from. If the model is cut, `part` is
+    what this process computes. `input_embeddings` maps ids [T] to [T, hidden_size], `output_head` maps hidden states
+    after the final norm to logits. Any thread may call `prepare`, at any time: the engine thread prepares steps while
+    the forward stream computes prompts. Run one forward at a time.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class TargetModel:
         return _TensorsOfRanks(self._followers, self._kv_heads, self.torch_device)
 
     def recorder(self, recorder: GraphRecorder) -> GraphRecorder:
-        """Returns a recorder for graphs with a forward of this model, made of the device's."""
+        """Returns a recorder for graphs with a forward of this model, made from the device's `recorder`."""
         return recorder if self._followers is None else self._followers.recorder(recorder)
 
     def share(self, memory: Tensor, file: int) -> None:
@@ -227,7 +227,7 @@ class TargetModel:
     def heads_in_pool(self, group: LayerGroupSpec) -> range:
         """Returns the KV heads of a layer group that the pool of this process's forwards has.
 
-        Of a draft head's group it has all.
+        A draft head's group has all heads.
         """
         is_whole = self._part is None or not self._part.has_own_kv or group not in self._kv_heads
         return range(group.num_heads) if is_whole else self._kv_heads[group][self._rank]
@@ -266,8 +266,8 @@ class TargetModel:
 
     @property
     def chooses_experts(self) -> bool:
-        """Whether the model has parts that send each token to a few of several modules. If so, rounding may change to
-        which, and then the token's results differ by more than rounding.
+        """Whether the model has parts that send each token to a few of several modules. If so, rounding may change a
+        token's choice, and then its results differ by more than rounding.
         """
         return any(_ROUTES.search(name) for name, _ in self.modules_of(nn.Module))
 
@@ -335,7 +335,7 @@ class TargetModel:
         """Computes a forward with PyTorch's operators, even if a ForwardProgram is set, as a reference for comparison.
 
         The forward does not count in `num_layers_begun`. Any thread may call this, also during other forwards. If the
-        model is cut, all ranks must call it, so none may once this one leads the others.
+        model is cut, all ranks must call it, so it must not be called after `lead`.
         """
         assert self._followers is None, "the other ranks do not compute this"
         return self._forward_by_operators(batch, None, on_layer=lambda: None)
@@ -395,7 +395,7 @@ class _ToldPlan(AttentionPlan):
 
     It calls `on_layer` before each layer's attention. After the attention, when the layer's KV is written (on CUDA:
     enqueued), it calls the callback that `on_layer_kv` has for this layer, if any. If the model is cut (`is_cut`), the
-    other ranks have written theirs when the sum of their outputs is there, so it calls it at the next layer.
+    other ranks have written their KV only when the outputs are summed. The callback is then called at the next layer.
     """
 
     def __init__(

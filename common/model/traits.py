@@ -94,7 +94,7 @@ class LayerShape:
 class _AttentionProbe:
     """Records the attention calls of a forward in order, and the first trait that is not served.
 
-    `num_tokens` is the length of the row, if masks are made (see `_probe_mask`).
+    `num_tokens` is the row's length if `_probe_mask` makes the masks, else None.
     """
 
     def __init__(self, num_tokens: int | None = None) -> None:
@@ -256,7 +256,7 @@ def probe_attention(
         order = " out of order" if len(probe.layers) == num_layers else ""
         raise refused(f"attention in {len(probe.layers)} of {num_layers} layers{order}")
     context = model.config.max_position_embeddings
-    without_windows = [  # that no context leaves
+    without_windows = [  # without windows that no context leaves
         replace(shape, window=None) if shape.window is not None and shape.window >= context else shape
         for shape in probe.shapes
     ]
@@ -281,7 +281,7 @@ def probe_attention(
 
 
 def _differ_by_window(shapes: Sequence[LayerShape]) -> bool:
-    """Returns whether the layers of each window, and those without one, have one shape."""
+    """Returns whether layers with the same window, or without one, have the same shape."""
     return len(set(shapes)) == len({shape.window for shape in shapes})
 
 

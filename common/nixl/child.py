@@ -30,7 +30,7 @@ class TransferProcess(AskedProcess):
 
     def __init__(self, process: Child, link: Link, timeout_s: float, **end: float) -> None:
         """Used by `started`, which callers should use instead. The arguments are those of AskedProcess; `end` may only
-        have its `end_timeout_s`.
+        hold `end_timeout_s`.
         """
         super().__init__(process, link, timeout_s, **end)
         self.address = 0

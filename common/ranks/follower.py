@@ -1,4 +1,4 @@
-"""The process of a rank but the first: loads its part of the model and computes the forwards that the first rank does.
+"""The process of each rank except the first: loads its part of the model and computes the first rank's forwards.
 
     python -m common.ranks.follower FILE
 
@@ -120,7 +120,7 @@ def _compute(target: TargetModel, connection: Connection, files: ReceivedFiles) 
 
 
 class OwnKvRank:
-    """Computes forwards on KV of its own. On a GPU nothing waits for them: the first rank does, by its part of them."""
+    """Computes forwards on KV of its own. On a GPU only the first rank waits for forwards, through its own part."""
 
     def __init__(
         self,
@@ -142,10 +142,10 @@ class OwnKvRank:
             while True:
                 while not self._connection.poll(_CHECK_INTERVAL_S):
                     self._check_gpu()
-                self._do(self._connection.recv())  # which keeps no reference: a shard is freed with the last one
+                self._do(self._connection.recv())  # keeps no reference: a shard is freed with its last reference
 
     def _check_gpu(self) -> None:
-        """Raises the error of a kernel that has failed, which nobody waits for."""
+        """Raises a failed kernel's error, since nothing here waits for kernels."""
         if self._device.torch_device.type == "cuda":
             torch.cuda.current_stream().query()
 
@@ -188,7 +188,7 @@ def _new_graph(device: Device) -> Graph:
 
 
 class _CalledAgain(Graph):
-    """Stands for a graph on a CPU, which has none: it computes the same again."""
+    """Replaces graphs on a CPU, which has none: a replay computes the work again."""
 
     def record(self, work: GraphWork) -> tuple[Tensor, ...]:
         self._work = work

@@ -47,12 +47,12 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of the ranks 1 to `num_ranks` - 1, and this one's part of the model. Implements `Followers`.
+    """The processes of all ranks but the first, and this one's part of the model. Implements `Followers`.
 
     They load the model in `directory`, with `arguments`, while this process does. So create this object, and then load
     the model with `part`. Each rank computes with `num_threads` threads, and keeps compiled kernels in `kernels_dir`.
-    `tf32` is what `allow_tf32` takes. With `engine` they share one pool; without it, each has KV of its own. Rank r
-    computes on `devices[r]`. Raises StartupError if a process cannot be started, or ranks cannot be connected.
+    `tf32` is what `allow_tf32` takes. With `engine` all ranks share one pool; without it, each has KV of its own. Rank
+    r computes on `devices[r]`. Raises StartupError if a process cannot be started, or ranks cannot be connected.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Ranks:
         self._is_lost = threading.Event()
         self._is_closed = False
         self._num_sent_files = 1  # the collective's, which is sent first
-        self._num_pools = 0  # that the ranks were told to let go of
+        self._num_pools = 0  # pools that the ranks were told to let go of
         size = counts_bytes(num_ranks) if engine is None else engine.collective_bytes(num_ranks)
         # After the collective's memory each rank has a place for the message of the error that ended it.
         try:
@@ -172,7 +172,7 @@ class Ranks:
         return self._pool.recorder(recorder, self)
 
     def send(self, message: ToFollower) -> None:
-        """Sends a message, after the memory that is new since the last one. Raises MemberLost if a rank has ended."""
+        """Sends a message, after any memory made since the last message. Raises MemberLost if a rank has ended."""
         content = bytes(ForkingPickler.dumps(message))
         try:
             for file in range(self._num_sent_files, len(self._tensors.files)):
@@ -206,7 +206,7 @@ class Ranks:
         self._pool.let_go()
 
     def least_free_bytes(self, free_bytes: int) -> int:
-        """Returns how much is free on the GPU that has least: the first rank's, with `free_bytes`, or another's."""
+        """Returns the least free memory of any rank's GPU. The first rank's has `free_bytes`."""
         gpus = [device for device in self._devices[1:] if device.type == "cuda"]
         return min([free_bytes, *(torch.cuda.mem_get_info(device)[0] for device in gpus)])
 
@@ -273,9 +273,9 @@ def open_ranks(
     kernels_dir: Path | None,
     tf32: bool,
 ) -> Ranks:
-    """Starts the ranks. `engine` is the engine for CPUs, if the device is one and it is installed.
+    """Starts the ranks. `engine` is the engine for CPUs; None on GPUs, or if not installed.
 
-    Raises StartupError if a CPU's is not installed, or if there are too few GPUs.
+    Raises StartupError on a CPU without `engine`, or if there are too few GPUs.
     """
     if engine is None and torch_device.type == "cpu":
         raise StartupError("tensor_parallel: ranks need baton_cpu and numba, which are not installed")
@@ -313,8 +313,7 @@ def load_together(
     tell_interval_s: float = 5.0,
 ) -> T:
     """Returns what `load` returns. It runs on a thread of its own, after `enter_thread`, so that this one can be
-    interrupted by signals while ranks wait for each other. After each `tell_interval_s`, `tell` gets what `behind`
-    says.
+    interrupted by signals while ranks wait for each other. After each `tell_interval_s`, `tell` gets `ranks.behind`.
 
     Raises MemberLost if a rank has ended and `load` does not end.
     """
@@ -337,9 +336,9 @@ def load_together(
 
 
 def have_answered(connections: Sequence[Connection], number: int, timeout_s: float) -> bool:
-    """Waits for the answer `number` from all connections, and drops those to earlier requests, which came too late.
+    """Waits for the answer `number` from all connections, and drops late answers to earlier requests.
 
-    Returns whether all have come in `timeout_s`, for all together. Does not wait on if a connection is closed.
+    Returns whether all came within `timeout_s` in total. Returns False once a connection is closed.
     """
     waiting, deadline_s = list(connections), time.monotonic() + timeout_s
     while waiting:
@@ -356,7 +355,7 @@ def have_answered(connections: Sequence[Connection], number: int, timeout_s: flo
 
 
 def write_error(errors: Tensor, text: str) -> None:
-    """Writes `text` into a rank's place [N] uint8 for it."""
+    """Writes `text` into `errors` [N] uint8, a rank's place for it."""
     encoded = text.encode()[: errors.numel() - 1]
     errors[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 

@@ -14,7 +14,7 @@ from common.model.part import Collective
 
 
 class RankEngine(Protocol):
-    """What a compiled engine for CPUs does for ranks. They all get it, so it can be pickled."""
+    """What a compiled engine for CPUs does for ranks. All ranks get it, so it can be pickled."""
 
     def collective_bytes(self, num_ranks: int) -> int:
         """Returns the size of the memory that `new_collective` takes."""
@@ -94,8 +94,8 @@ class Forward:
 class AnnouncedForward:
     """A ForwardInput whose tensors follow in a broadcast (see own_kv.py).
 
-    `shapes` are those of these tensors, by name, in their order. `columns` are its other columns. `kv` and
-    `windows` are numbers of shards, and each window's layers. With `graph` the forward is recorded under that number.
+    `shapes` are these tensors' shapes, by name, in their order. `columns` are its other columns. `kv` and `windows` are
+    numbers of shards, and each window's layers. With `graph` the forward is recorded under that number.
     """
 
     shapes: dict[str, tuple[int, ...]]

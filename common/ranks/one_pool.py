@@ -66,7 +66,7 @@ class OnePool(PoolOfRanks):
 
 
 def received(message: Forward, at: Callable[[TensorPlace], Tensor]) -> ForwardInput:
-    """Returns the forward of a message. `at` maps a tensor of shared memory."""
+    """Returns the forward of a message. `at` returns the tensor at a place."""
     columns: dict[str, Any] = {
         name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in message.columns.items()
     }

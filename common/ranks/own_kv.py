@@ -4,8 +4,8 @@
     rank 1   ─────── message ──────────▶ ──────── receives ────────────────▶ forward on cuda:1, KV of heads k..
 
 The message says what comes; the broadcast, on the stream, has what only the first rank's GPU knows, such as the tokens
-that the step before drew. Rank 0 also allocates every shard and moves KV in and out of it, because what it does on its
-stream before a broadcast has been done for all, and what follows a forward's last sum comes after all.
+that the step before drew. Rank 0 also allocates every shard and moves KV in and out of it. That is safe: its stream's
+work before a broadcast comes before all ranks' forwards, and work after a forward's last sum comes after them.
 
 On CPUs ranks share one pool instead. Only tests give them KV of their own, to show that all this is right.
 """
@@ -40,7 +40,7 @@ _SENT_AS = torch.int32
 TABLE_ENTRY_BYTES = 16
 """Bytes that the first rank needs for each table entry that it broadcasts: the entry as int64, and twice as int32."""
 _WIDTH_UNIT = 16
-"""Tables are cut to a multiple of so many slots: kernels are compiled again for a width that is none."""
+"""Tables are cut to a multiple of this many slots: kernels are compiled again for other widths."""
 
 
 class OwnKv(PoolOfRanks):
@@ -54,7 +54,7 @@ class OwnKv(PoolOfRanks):
         self._num_sent = 0
         self._num_graphs = 0
         self._graph: int | None = None  # the graph that is being recorded
-        self._shared_graphs: set[int] = set()  # those of which the other ranks have a part
+        self._shared_graphs: set[int] = set()  # graphs of which the other ranks have a part
         self._is_replaying = False
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -133,8 +133,8 @@ class OwnKv(PoolOfRanks):
 
     @contextmanager
     def replaying(self, graph: int, ranks: ToRanks) -> Iterator[None]:
-        """Tells `ranks` to replay the forward that they recorded, if they did. Inside this context it begins with no
-        message.
+        """Tells `ranks` to replay their part of `graph`, if they recorded one. Inside this context `begin` then sends
+        no message.
 
         Raises DeviceLost if a rank has ended, or if the code inside fails: the others have begun, and wait for it.
         """
@@ -169,7 +169,9 @@ class _RecorderOfRanks(GraphRecorder):
 
 
 class _GraphOfRanks(Graph):
-    """A graph of this rank's work. If a forward of the target is in it, the other ranks record their part of that."""
+    """A graph of this rank's work. If it contains a forward of the target, the other ranks record their part of the
+    forward.
+    """
 
     def __init__(self, graph: Graph, pool: OwnKv, ranks: ToRanks) -> None:
         self._graph = graph
@@ -187,7 +189,7 @@ class _GraphOfRanks(Graph):
 
 
 class ReceivedForwards:
-    """The side of the other ranks: their shards, and the forwards that they receive."""
+    """Another rank's side: its shards, and the forwards that it receives."""
 
     def __init__(self, collective: GroupCollective, torch_device: torch.device) -> None:
         self._collective = collective

@@ -1,6 +1,6 @@
 """The first rank's side of the memory that ranks compute on, and of how they are told of forwards.
 
-There are two kinds: one pool that all ranks map (one_pool.py), and KV that each has of its own (own_kv.py).
+There are two kinds: one pool that all ranks map (one_pool.py), and separate KV for each rank (own_kv.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.ranks.messages import ToFollower
 
 
 class ToRanks(Protocol):
-    """The other ranks, as what gets messages."""
+    """The other ranks, as receivers of messages."""
 
     def send(self, message: ToFollower) -> None:
         """Sends a message to all. Raises MemberLost if a rank has ended."""
@@ -43,7 +43,7 @@ class PoolOfRanks(Protocol):
         """Returns a recorder of this rank's work, which makes the ranks record and replay their part of it."""
 
     def take_unsent(self) -> Sequence[Sequence[ToFollower]]:
-        """Returns the messages that each of the other ranks has to get before the next one, and forgets them."""
+        """Returns, and forgets, the messages that each of the other ranks must get before the next message."""
 
     def let_go(self) -> None:
         """Forgets the tensors, once no rank uses them any more."""

@@ -47,13 +47,14 @@ def new_store(port: int | None, *, num_ranks: int) -> TCPStore:
 
 
 class GroupCollective:
-    """A Collective whose ranks have memory of their own. Work on GPUs is put on the present stream, and nothing waits.
+    """A Collective whose ranks have memory of their own. Work on GPUs is enqueued on the current stream, and the host
+    does not wait.
 
     `counts` [num_ranks] int64 is memory that all ranks map. It is zeros at first, and has how many operations each rank
     has begun. The first operation waits until all ranks have come to it.
 
-    A broadcast begins a forward that is served, and what such a forward computes may become visible. So once there was
-    one, `give_up` leaves operations in flight on a GPU waiting: aborted ones would end with wrong sums.
+    A broadcast begins a forward that is served, and what such a forward computes may become visible. So after the first
+    broadcast `give_up` leaves operations in flight on a GPU waiting: aborted ones would end with wrong sums.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class GroupCollective:
         self._wait(lambda: group.broadcast([values]))
 
     def note_replay(self) -> None:
-        """Counts the operations of a graph that is replayed, as one."""
+        """Counts all operations of a replayed graph as one."""
         self._counts[self._rank] += 1
 
     def give_up(self) -> None:

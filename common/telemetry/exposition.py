@@ -41,9 +41,9 @@ class MetricsServer:
     nothing.
 
     If there are `tokens`, a client must send one of them in the header `authorization`. If there are none and `listen`
-    is on loopback, a request must name this machine as its host; the page of a domain that resolves to loopback does
-    not. A client has 5 s to send the head of its request, and 10 s to read the answer. If more than 32 clients connect,
-    the oldest connection is dropped.
+    is on loopback, a request must name this machine as its host: web pages of other domains that resolve to loopback
+    are refused. A client has 5 s to send the head of its request, and 10 s to read the answer. If more than 32 clients
+    connect, the oldest connection is dropped.
     """
 
     def __init__(self, listen: str, registry: CollectorRegistry, *, tokens: Sequence[str] = ()) -> None:

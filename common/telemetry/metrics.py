@@ -87,9 +87,9 @@ class EngineMetrics:
     ) -> None:
         """Exposes the engine's load, readiness and forward counts at each scrape.
 
-        `grpc_port` is the port at which the service is called, by which others know it; 0 before it listens.
-        `is_fused` says whether one compiled kernel computes whole forwards. `forward_counts` maps each model's name, of
-        the target and the draft head, to how many forwards that kernel has computed and has declined.
+        `grpc_port` is the port at which callers reach the service; 0 before it listens. `is_fused` says whether one
+        compiled kernel computes whole forwards. `forward_counts` maps each model's name, of the target and the draft
+        head, to how many forwards that kernel has computed and has declined.
         """
         self._registry.register(_LoadCollector(load, is_ready, grpc_port, is_fused, forward_counts or {}))
 
@@ -184,7 +184,9 @@ class GrammarMetrics:
 
 
 class MaskMetrics:
-    """The metrics of steps whose draws grammars constrain. Other steps observe none. For the engine's thread only."""
+    """The metrics of steps in which grammars constrain draws. Other steps are not observed. For the engine's thread
+    only.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._num_rows = OneWriterHistogram("baton_masked_rows", "Rows of a step with a grammar.", buckets=_BATCH_SIZE)
@@ -308,10 +310,10 @@ class RequestMetrics:
 
 
 class RoleMetrics(Collector):
-    """Exposes the role, and the metrics in `of_role`, a registry that is new for each time in a role.
+    """Exposes the role, and the metrics in `of_role`, a registry that is new whenever a role begins.
 
-    The metrics of a role begin at 0 whenever the role does, as after a restart; only the counts of forwards are those
-    of the models, which stay. While no role serves, "not ready" is exposed.
+    The metrics of a role begin at 0 whenever the role does, as after a restart; only counts of forwards go on, because
+    the models stay. While no role serves, "not ready" is exposed.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -321,7 +323,7 @@ class RoleMetrics(Collector):
         registry.register(self)
 
     def begin(self, role: str) -> CollectorRegistry:
-        """Notes that the process tries to serve as `role`, and returns the registry for the metrics of that."""
+        """Notes that the process tries to serve as `role`, and returns the registry for that role's metrics."""
         self._role = role
         self.of_role = CollectorRegistry()
         return self.of_role

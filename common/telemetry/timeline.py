@@ -108,7 +108,7 @@ NOT_RECORDED = _NotRecorded()
 
 
 class Track:
-    """One row of the timeline, written by one thread. When nothing is recorded, a span costs one check of `ring`."""
+    """One lane of the timeline, written by one thread. When nothing is recorded, a span costs one check of `ring`."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,7 +1,7 @@
 """Renders a conversation to a prompt with the model's chat template, and refuses to leave out anything that was said.
 
 The rule: each content, call and tool is in the text, as it was said or as JSON or Python quote it. Only blanks around
-it and its line ends may differ. It begins after the end of the one before it of its kind: a system's words, a
+it and its line ends may differ. It begins after the end of the previous one of its kind: a system's words, a
 developer's, the assistant's, calls, answers, tools. A user's words stand between what was said before and after them,
 wherever a system's or a developer's are. Answers come after the calls before them. The names, texts and numbers of one
 call or tool may come in any order. An assistant's thoughts, switches such as /no_think, and true, false and null may be
@@ -64,8 +64,8 @@ class TextTooLong(ValueError):
 
 class _Form(NamedTuple):
     """The form in which a template gets messages: contents of `parts_roles` as lists of parts and others as strings;
-    arguments of calls as objects or as JSON text, empty contents beside calls as null or as "", and an assistant's
-    words beside its calls, or without them.
+    arguments of calls as objects or as JSON text, empty contents beside calls as null or as "", and calls with or
+    without the assistant's words beside them.
     """
 
     parts_roles: frozenset[str] = frozenset()
@@ -75,8 +75,8 @@ class _Form(NamedTuple):
 
 
 class _SaidPart(NamedTuple):
-    """A part of a conversation, in the message with this index or, if that is None, in the tools. `words` must be in
-    the text.
+    """A part of a conversation: its `words` must be in the text. It is in the message with index `message`, or, if that
+    is None, in the tools. Errors show `within`, its place there, and `what` it is.
     """
 
     kind: str
@@ -212,8 +212,8 @@ class ChatTemplate:
         return text
 
     def _left_out_of_twin(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> _LeftOut:
-        """Returns what the template leaves out of the conversation's twin: nothing if it refuses the twin, because then
-        it has read the markers.
+        """Returns what the template leaves out of the conversation's twin. If it refuses the twin, the result is empty,
+        because it then reads the markers' texts.
         """
         twin = _twin(messages)
         if options.tools:  # a template leaves out parts if there are tools, whichever they are
@@ -230,8 +230,8 @@ class ChatTemplate:
         return left_out
 
     def _find_form_of_contents(self) -> _Form:
-        """Raises ChatRefused if the template writes a user's words in no form. Other roles then get strings, and are
-        checked in each conversation.
+        """Returns the form in which the template writes contents. Raises ChatRefused if it writes a user's words in
+        none. Another role that it writes in none gets strings.
         """
         form = _Form()
         for role, trial in _TRIALS.items():
@@ -371,16 +371,17 @@ _AFTER = {
     "call": ("user", "call"),
     "tool": ("user", "call", "tool"),
 }
-"""For each kind of part, the kinds after whose last part it begins."""
+"""For each kind of part, the kinds whose last part so far it must follow."""
 _MAX_SEARCHED_CHARS = 1 << 28  # takes about 0.3 s
 
 
 def _parts(
     messages: Sequence[ChatMessage], tools: Sequence[Tool], form: _Form, beside_calls: frozenset[int]
 ) -> Iterator[_SaidPart]:
-    """Yields what must be in the text. `beside_calls` are the messages whose words beside calls need not be.
+    """Yields what must be in the text. `beside_calls` are the messages whose words beside calls may be absent.
 
-    Only the names of a tool's parameters must be: some templates write schemas in a language of types.
+    Of a tool's parameters only the names must be there: some templates write schemas as types of a programming
+    language.
     """
     for number, tool in enumerate(tools):
         properties = tool.schema.get("properties")
@@ -398,7 +399,7 @@ def _parts(
 def _find_missing(parts: Iterable[_SaidPart], text: str) -> _SaidPart | None:
     """Returns the first part that is not in its place in the text, or None.
 
-    To find words in any order takes time quadratic in their number, so once very many characters have been searched,
+    Finding words in any order takes time quadratic in their number. So once very many characters have been searched,
     further words must come in order.
     """
     search = _Search(text)
@@ -458,7 +459,7 @@ _NEAR_CHARS = 1024
 
 
 def _with_single_line_ends(text: str) -> str:
-    """Returns the text with one line end for each run of them, and one escape for each run of those of quoted text."""
+    """Returns the text with one line end for each run of line ends, and one for each run of escaped ones."""
     return _QUOTED_LINE_ENDS.sub(lambda match: "\\n" if match[1] else match[0], _LINE_ENDS.sub("\n", text))
 
 
@@ -474,7 +475,7 @@ def _writings(words: str) -> Sequence[str]:
 
 
 class _Search:
-    """Finds words and numbers in a text. `chars_left` falls by the characters that it has searched for words."""
+    """Finds words and numbers in a text. `chars_left` falls by the number of characters searched for words."""
 
     def __init__(self, text: str) -> None:
         self._text = _with_single_line_ends(text)
@@ -483,7 +484,7 @@ class _Search:
     def end_of(self, word: str | float, start: int) -> int:
         """Returns the end of the first place of a word or number at `start` or later, or -1.
 
-        A number that is a part of another is no place of it.
+        A number inside a longer number does not count.
         """
         if not isinstance(word, str):
             number = json.dumps(word)

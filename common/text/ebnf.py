@@ -27,7 +27,7 @@ _MAX_WORD = 1 << 16
 more.
 """
 _MAX_STEPS = 500_000
-"""How often parts of rules may be visited, which takes about a second."""
+"""The most visits to parts of rules. So many take about a second."""
 _LAST = 0x10FFFF
 _SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -293,8 +293,8 @@ def _ranges(node: _Node) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """How the texts that match a node can begin (`first`), and the characters with which one of these texts can go on
-    where another one has ended (`more`).
+    """How the texts that match a node can begin (`first`), and the characters with which such a text can go on after a
+    shorter one that it begins with (`more`).
     """
 
     can_be_empty: bool
@@ -407,7 +407,7 @@ class _Writer:
                 return self._size(part) * (most or max(1, least))
 
     def _after_prefixes(self, parts: Sequence[_Node]) -> Characters:
-        """Returns the characters with which some of the texts among `parts` go on where another one has ended."""
+        """Returns the characters with which literals among `parts` go on after a shorter one that they begin with."""
         found, prefixes = 0, list[str]()
         for text in sorted({part.text for part in parts if isinstance(part, _Literal)}):
             while prefixes and not text.startswith(prefixes[-1]):
@@ -537,7 +537,7 @@ class _Writer:
         raise AssertionError("nothing continues a literal or a class")
 
     def _num_in_word(self, parts: Sequence[tuple[_Node, Characters]]) -> int:
-        """Returns the largest number of first parts that make up a word that the text after them cannot continue."""
+        """Returns how many of the first `parts`, at most, form a word that the text after them cannot continue."""
         edges, found = _EMPTY, 0
         for number, (part, after) in enumerate(parts, start=1):
             edges = _joined(edges, self._edges(part))

@@ -38,7 +38,7 @@ def in_ordinary_messages(
 
     Answers that follow each other become one message, because some templates want users and assistants to take turns.
     `has_answers` says that the template has a form for answers, which then stay as they are. `has_system` says that it
-    has one for system messages.
+    has a form for system messages.
     """
     told = _TOLD.format(tools="\n".join(json.dumps(each.as_read(), ensure_ascii=False) for each in tools))
     written: list[ChatMessage] = []
@@ -74,9 +74,9 @@ def in_ordinary_messages(
 
 
 def with_one_call_each(messages: Sequence[ChatMessage], places: Sequence[str]) -> tuple[list[ChatMessage], list[str]]:
-    """Returns the conversation with at most one call in a message, each before its own answer, and for each message the
-    one of `places` that it comes from. Answers come in the order of the calls. Words and reasoning stay beside the
-    first call.
+    """Returns the conversation with at most one call in a message, directly before its answer, and for each message the
+    entry of `places` that it comes from. Answers must come in the order of the calls. Words and reasoning stay beside
+    the first call.
     """
     written: list[tuple[ChatMessage, str]] = []
     waiting = deque(zip(messages, places, strict=True))

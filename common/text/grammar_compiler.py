@@ -100,7 +100,7 @@ class GrammarCompiler:
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from error
 
     def _known_bytes(self, grammar: Grammar | None) -> int | None:
-        """Returns the bytes for which the grammar counts in the cache, 0 without one, or None if it is not there."""
+        """Returns the bytes for which the grammar counts in the cache: 0 without one, None if it is not cached."""
         return 0 if grammar is None else self._grammars.num_bytes_of(grammar)
 
     def _knows(self, reasoning: Reasoning | None) -> bool:
@@ -214,7 +214,7 @@ class GrammarTrials:
 
 @dataclass(slots=True)
 class _Line:
-    """Those who wait for one tenant, and the seconds that it has used since it came."""
+    """The callers that wait for one tenant, and the seconds that the tenant has used since it came."""
 
     used_s: float
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
@@ -234,13 +234,13 @@ class Turns:
     and among that client's tenants to the one that has used the least.
 
     So a client whose work takes long delays another one by at most one turn of its own at a time, however many tenants
-    it names. Who comes begins with the least time of those who are there.
+    it names. A newcomer begins with the least time of the clients present.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._holder: Caller | None = None
-        self._clients: dict[str, _ClientLines] = {}  # of equal time the one whose turn is longest ago comes first
+        self._clients: dict[str, _ClientLines] = {}  # at equal times, the one whose turn was longest ago first
 
     async def take(self, caller: Caller) -> float:
         """Waits for the caller's turn. Returns the present time, to be passed to `give_back`."""
@@ -290,7 +290,7 @@ class Turns:
             self._forget_if_gone(ended)
 
     def _forget_if_gone(self, caller: Caller) -> None:
-        """Forgets the time of a caller for whom nobody waits, and that of its client if it was the last."""
+        """Forgets a tenant for whom nobody waits, and its client if it has no other tenant."""
         name, tenant = caller
         client = self._clients.get(name)
         if client is not None and tenant in client.lines and not client.lines[tenant].waiting:

@@ -37,8 +37,8 @@ _MAX_CACHED_MARKERS = 16
 _MAX_MULTIPLE = 10_000
 """The largest `multipleOf`: llguidance's time for one grows with it, and no limit of its own bounds that."""
 _MAX_OPTIONAL = 500
-"""The most keys of an object none of which is required. The library follows 2,000 alternatives at a time, four a key,
-so no output could go on after the bracket that opens a wider object.
+"""The most keys of an object without required keys. The library follows 2,000 alternatives at a time, four per key, so
+no output could go on after the opening bracket of a larger object.
 """
 _MAX_STATES = 50_000
 LEXER_BYTES = _MAX_STATES * 1024
@@ -57,11 +57,11 @@ The library's own limits are for one call, and an ambiguous grammar stays below 
 usual grammars take 0.02 ms, single ones 2.4 ms. On a busy machine, calls of one output exceed what they may by 2 ms.
 """
 _MAX_COUNTED_CPU_S = 0.0025
-"""How much of one call counts. Where memory is short, the system may need seconds to find some, and a call in which it
-does takes as long. So a slow call says little about its grammar. A slow grammar has many.
+"""The most processor time of one call that counts. Where memory is short, a call may take seconds while the system
+looks for memory. So one slow call says little about its grammar. A slow grammar has many.
 """
 _MAX_SLOW_CALLS = 100
-"""How many calls of a matcher and its copies may take more than counts, however fast those between them are."""
+"""How many calls of a matcher and its copies may exceed `_MAX_COUNTED_CPU_S`, however fast other calls are."""
 _JSON_OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
@@ -81,7 +81,7 @@ _IDLE_VALUES: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys(("propertyNames", "unevaluatedItems"), (True, {})),
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
 }
-"""Values with which a keyword says nothing."""
+"""Values with which a keyword constrains nothing."""
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _NUMERIC = _BOUNDS | {
     *("multipleOf", "minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains"),
@@ -90,7 +90,7 @@ _NUMERIC = _BOUNDS | {
 """Keywords whose numbers say something about an output."""
 _MOST = 2**63
 _NEARLY_MOST = 2**63 - 1024
-"""llguidance reads numbers as doubles, and bounds of integers as 64 bits; of -_MOST it makes no range. The largest
+"""llguidance reads numbers as doubles, and bounds of integers as 64 bits; it accepts no range from -_MOST. The largest
 double below _MOST is _NEARLY_MOST.
 """
 _TOO_LARGE = "is at or beyond the ends of 64 bits"
@@ -110,7 +110,9 @@ _BLANKS = re.compile(r"(?: |\n|\r|\t|\\[nrt]|[\[\]()|*+?]|\{[0-9]*,?[0-9]*\})*")
 """Matches a regular expression of JSON's blanks."""
 AnyT = TypeVar("AnyT")
 _Place: TypeAlias = "tuple[_Place, str] | None"
-"""The place of a value in a schema: the place of what contains it, and its name or index there. None is the schema."""
+"""The place of a value in a schema: the place of what contains it, and its name or index there. None: the schema
+itself.
+"""
 _Part: TypeAlias = tuple[_Place, dict[str, Any]]
 """An object in a schema, and its place."""
 _MAX_PATH_CHARS = 200
@@ -156,9 +158,10 @@ class TokenSpelling(Protocol):
 
 
 class Work:
-    """Adds up the processor time by which calls of a matcher and its copies exceeded what a call may take.
+    """Adds up by how much calls of a matcher and its copies exceeded `_CALL_CPU_S` of processor time.
 
-    Shorter calls reduce the sum. One call adds at most `_MAX_COUNTED_CPU_S`; calls that took longer are counted too.
+    Shorter calls reduce the sum. One call counts for at most `_MAX_COUNTED_CPU_S`; longer calls are also counted
+    themselves.
 
     Use it as a context manager around each call. `clock` returns the calling thread's processor time in seconds.
     """
@@ -259,7 +262,7 @@ class LlgMatcher:
         return token_ids
 
     def _forbid_early_end(self, mask: Mask) -> None:
-        """Removes end tokens from the mask that the grammar names before its end."""
+        """Removes from the mask end tokens that the grammar names before its end."""
         named = [end_id for end_id in self._end_ids if allows(mask, end_id)]
         if not named or self._matcher.is_accepting():
             return
@@ -416,8 +419,8 @@ class Grammars:
     ) -> Matcher:
         """Returns a matcher that has accepted `output_ids`. Either of `grammar` and `reasoning` may be None.
 
-        The grammars that were used last stay in the cache. In its limit this one counts for `num_bytes`, and for the
-        size to which its lexer may grow. Raises GrammarRefused, ReasoningRefused or OutputRefused.
+        The most recently used grammars stay in the cache. Against its limit this one counts `num_bytes`, and the size
+        to which its lexer may grow. Raises GrammarRefused, ReasoningRefused or OutputRefused.
         """
         matcher = self._new_matcher(grammar, reasoning, num_bytes)
         for place, token_id in enumerate(output_ids):
@@ -497,7 +500,8 @@ class Grammars:
             raise GrammarRefused("the model has no token that ends an output")
 
     def _sound_copy(self, grammar: Grammar, num_bytes: int) -> tuple[LLMatcher, SharedLexer]:
-        """Returns a new matcher of a grammar, which can make its first mask, and its lexer. Raises GrammarRefused.
+        """Returns a new matcher of a grammar, able to make its first mask, and the matcher's lexer. Raises
+        GrammarRefused.
 
         All copies of a prototype share one lexer, which grows. If an output took it to its limit, the grammar is
         compiled again, so that later outputs do not fail.
@@ -617,7 +621,7 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
     has_odd_reference = any(_has_odd_reference(part) for _, part in _schemas_in(schema))
     schemas, values = [], []
     for place, part in _schemas_in(schema):
-        if not has_odd_reference:  # else one may lead to what is left out
+        if not has_odd_reference:  # else a reference may lead to what is left out
             _leave_out_idle_keywords(part)  # before the walk goes into them
         schemas.append((place, part))
     if has_odd_reference:
@@ -710,8 +714,8 @@ def _leave_out_idle_keywords(part: dict[str, Any]) -> None:
 
 
 def _make_writable(part: dict[str, Any]) -> None:
-    """Rewrites a schema so that its patterns match only strings that our grammars can write, with those of dates and
-    times, and that the library takes its bounds of integers and its references.
+    """Rewrites a schema: its patterns, and those of dates and times, then match only strings that our grammars can
+    write, and the library accepts its bounds of integers and its references.
 
     Raises _KeywordRefused if a `const` or an `enum` has another string, and for a bound that cannot be kept.
     """
@@ -825,7 +829,7 @@ def _has_odd_reference(schema: dict[str, Any]) -> bool:
 
 
 def _leaves(value: Any, *kinds: type[AnyT]) -> Iterator[AnyT]:
-    """Yields the values of these kinds in a JSON value, but names of objects and booleans."""
+    """Yields the values of these kinds in a JSON value, without objects' names and booleans."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -855,7 +859,7 @@ def _inside(place: _Place, value: dict[str, Any] | list[Any]) -> Iterator[tuple[
 
 
 def _path(place: _Place) -> str:
-    """Returns a place as the names that lead to it, such as `properties.a.anyOf.0`, or the end of that."""
+    """Returns a place as the names that lead to it, such as `properties.a.anyOf.0`; only the end of a long one."""
     names = list[str]()
     while place is not None:
         place, name = place

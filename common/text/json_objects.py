@@ -2,7 +2,7 @@
 
 JSON Schema leaves such objects open, and a model then goes on to invent keys. Where several schemas describe one object
 together, the outermost is closed for the properties that all of them declare. An object stays open if it requires
-properties that it does not declare, and everything does if a reference is not understood.
+properties that it does not declare. All stay open if a reference is not understood.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ _ADDS = frozenset(
     {*_SAYS_OTHERWISE, "properties", "required", "propertyNames", "minProperties", "dependentRequired"}
     | {"dependentSchemas", "dependencies", "if", "then", "else", "not"}
 )
-"""Keywords by which a schema says something about an object beside the schemas that it names."""
+"""Keywords by which a schema constrains an object besides `allOf`, `anyOf`, `oneOf` and `$ref`."""
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_NAMED = 1000
 """The most schemas that are looked at for one object."""
 
 
 def close_objects(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> None:
-    """Adds `additionalProperties: false` where it is meant. `schemas` are `schema` and all schemas inside it."""
+    """Adds `additionalProperties: false` where the module's rules close an object. `schemas` are `schema` and all
+    schemas inside it.
+    """
     schemas = list(schemas)
     if any("$ref" in part and referred(schema, part["$ref"]) is None for part in schemas):
         return
@@ -61,7 +63,7 @@ def _is_closed(described: Iterable[dict[str, Any]]) -> bool:
 
 
 def _all_named(part: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns a schema, and all schemas that describe the same value because it names them."""
+    """Returns `part` and all schemas that it names, directly or not, for the same value."""
     found = {id(part): part}
     waiting = [part]
     while waiting and len(found) < _MAX_NAMED:
@@ -73,7 +75,7 @@ def _all_named(part: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, A
 
 
 def _named(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the schemas that describe the same value as `part`, which names them."""
+    """Yields the schemas that `part` names for the same value, for example by `allOf` or `$ref`."""
     for keyword in ("allOf", *_ALTERNATIVES):
         if isinstance(members := part.get(keyword), list):
             yield from (each for each in members if isinstance(each, dict))

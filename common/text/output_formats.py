@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The markers around a part of an output. `closes` is "" if nothing ends the part but its own syntax."""
+    """The markers around a part of an output. `closes` is "" if only its own syntax ends the part."""
 
     opens: str
     closes: str = ""

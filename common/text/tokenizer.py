@@ -118,7 +118,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
     def pieces_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the tokens as the vocabulary spells them; "" for an id past it."""
+        """Returns the tokens as the vocabulary spells them; "" for ids past it."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def bytes_of(self, token_id: int, *, begins_text: bool = False) -> bytes:
@@ -166,7 +166,7 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         return source, dict(self._pretrained.special_tokens_map)
 
     def chat_template_variables(self) -> Sequence[str]:
-        """Returns the names of the template's variables that a request may set. Raises ChatRefused without one."""
+        """Returns the template's variables that a request may set. Raises ChatRefused without a template."""
         return self._chat_template.variables
 
     def encode_chat(self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Writes the grammar of an output that calls tools, in the form in which the model's family writes calls.
 
-If a call is required, the output consists of calls. Otherwise it consists of words and calls, or if the answer has a
-grammar, either of such an answer or of calls. In calls, the names are those of tools, and the arguments fit the tools'
+If a call is required, the output consists of calls. Otherwise it consists of words and calls or, if the answer has a
+grammar, is either such an answer or calls. In calls, the names are those of tools, and the arguments fit the tools'
 schemas where they must. For families that write an answer after a header, the module also makes the grammar of an
 answer without tools.
 """

@@ -1,5 +1,5 @@
-"""Describes a generating endpoint by the parts in which such endpoints differ, its fields and its answer, and counts
-the tokens of a request for its answer's usage.
+"""Describes the parts in which generating endpoints differ, fields and answer, and counts a request's tokens for the
+answer's usage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Answer(Protocol):
         """Returns what a stream begins with, before the first token."""
 
     def add(self, index: int, event: Event) -> Sequence[ServerEvent]:
-        """Takes the next event of the generation with this index, and returns what a stream has of it."""
+        """Takes the next event of generation `index`, and returns the stream's events for it."""
 
     def ending(self) -> Sequence[ServerEvent]:
         """Returns what a stream ends with, once all generations have finished."""
@@ -58,9 +58,9 @@ class Answer(Protocol):
 class Api:
     """Describes a generating endpoint.
 
-    `parse` turns a request's body, which has `fields`, into a plan, or raises ApiError. `begin` makes the answer to
-    an admitted request. If the endpoint `parses_output`, the text has the format's markers that are special tokens. If
-    it `repeats_streams`, a stream's last event has the whole answer, log-probabilities too.
+    `parse` turns a request's body, which has `fields`, into a plan, or raises ApiError. `begin` makes the answer to an
+    admitted request. With `parses_output`, the output text also shows the format's markers that are special tokens.
+    With `repeats_streams`, a stream's last event repeats the whole answer, with log-probabilities.
     """
 
     path: str

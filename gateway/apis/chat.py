@@ -151,7 +151,7 @@ class ChatChoice:
         stop_reason: str | int | None = None,
         token_ids: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Returns a chunk. The first one of the choice says who speaks."""
+        """Returns a chunk. A choice's first chunk has the role."""
         if not self._has_begun:
             self._has_begun = True
             delta = {"role": "assistant", "content": None if "tool_calls" in delta else "", **delta}
@@ -239,7 +239,7 @@ CHAT = Api(
 
 
 def _template_options(fields: TemplateFields) -> dict[str, Any]:
-    """Returns what the request asks of the chat template, without what is so by default."""
+    """Returns the request's options for the chat template, without those that have their default."""
     options: dict[str, Any] = {}
     if fields.continue_final_message:
         options["continue_final_message"] = True
@@ -293,7 +293,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
     """Returns the text of an assistant's message: its content, followed by its refusal if it has one.
 
-    A content that is null counts as "". So does one that is absent, if the message has a refusal or tool calls.
+    Content that is null counts as "". So does absent content, if the message has a refusal or tool calls.
     """
     refusal = message.get("refusal")
     if refusal is not None:

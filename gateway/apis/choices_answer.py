@@ -42,8 +42,8 @@ class ChoicesAnswer:
     """An Answer with choices.
 
     `new_choice` gets the choice's index, the plan, the format of the model's output, and the choice's first event.
-    `of_prompt` returns the answer's fields about its one prompt, given the completion of the first choice. If the
-    answer `has_one_prompt`, the prompt's token ids are a field of its own, and else one of each choice.
+    `of_prompt` returns the answer's fields about its one prompt, given the completion of the first choice. With
+    `has_one_prompt`, the prompt's token ids are a field of the answer, and else of each choice.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class ChoicesAnswer:
     def _with_prompts(self, index: int, event: Event) -> Sequence[tuple[int, Event]]:
         """Returns the events that a stream has now, each with the index of its choice.
 
-        Only the first choice of a prompt has the prompt's log-probabilities. Each of them is returned for all choices
-        of the prompt, and what the others send before the last of them is kept back until then.
+        The prompt's log-probabilities come with its first choice only, and are returned for all its choices. Events of
+        the other choices are held back until these log-probabilities are complete.
         """
         n = self._plan.n
         first = index - index % n
@@ -176,9 +176,9 @@ def with_token_ids(choice: dict[str, Any], token_ids: Sequence[int], plan: Plan)
 
 
 def best(completions: Sequence[Completion], plan: Plan) -> list[Completion]:
-    """Returns the completions of the plan's choices, in their order, from those of all its generations.
+    """Returns the completions of the plan's choices: of each prompt's `best_of` completions, the best `n`.
 
-    The best have the largest mean log-probability of a token; of equals, the earlier generation counts.
+    The best have the largest mean log-probability of a token; of equals, the earlier is better.
     """
     chosen: list[Completion] = []
     for first in range(0, plan.num_generations, plan.best_of):

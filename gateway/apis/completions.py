@@ -94,7 +94,7 @@ class TextChoice:
         return choice
 
     def _text_of(self, tokens: Sequence[PromptToken]) -> str:
-        """Returns the text of the next tokens of the echoed prompt, if these are its text.
+        """Returns the text of the echoed prompt's next tokens; "" if that text is known already.
 
         A character that the prompt begins and the output completes belongs to the output.
         """

@@ -1,4 +1,4 @@
-"""The content blocks of the Messages API: a conversation's become chat messages, and an output becomes blocks."""
+"""Content blocks of the Messages API: turns a conversation's blocks into chat messages, and output into blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from gateway.errors import invalid, none_of
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 
 SIGNATURE = "unsigned"
-"""The `signature` of every thinking block: some clients send only blocks back that have one. None is checked."""
+"""The `signature` of every thinking block: some clients send back only blocks that have one. Signatures are not
+checked.
+"""
 
 _TEXT = {"text": "text"}
 _FIELDS: Mapping[str, frozenset[str]] = {
@@ -45,21 +47,21 @@ _KINDS = {
 }
 ROLES = tuple(_KINDS)
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s|$)))+[ \t]*\n?")
-"""Matches what Claude Code sends for Anthropic's billing where a part of the system prompt begins. It differs in each
-request, so the model's cache would begin with nothing.
+"""Matches Claude Code's text for Anthropic's billing at the start of a system prompt's part. It differs in each
+request, so nothing of the prompt would be found in the cache.
 """
 _JOINED_ROLES = {"user", "assistant"}
 
 _Block = tuple[str, Mapping[str, Any]]
-"""A content block, after its place in the request."""
+"""A block's place in the request, and the block."""
 
 
 def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[ChatMessage, ...], dict[str, str]]:
-    """Returns the chat that the fields `system` and `messages` of a request are. Neighbouring messages of one role
+    """Returns the chat of a request's `system` and `messages`. Adjacent messages of the user, or of the assistant,
     become one.
 
-    Also returns the names of what is in the messages, by their names in the gRPC request. Raises ApiError, which names
-    the wrong field.
+    Also returns a mapping from field names in the gRPC request to those in `messages`. Raises ApiError, which names the
+    wrong field.
     """
     words = "" if system is None else text_of("system", system, _TEXT, between="")
     parts = [block["text"] for block in system] if isinstance(system, list) else [words]
@@ -181,7 +183,7 @@ def _blocks(place: str, content: Any, kinds: Sequence[str]) -> Iterator[_Block]:
 
 
 class BlockWriter:
-    """Turns the parts of an output into content blocks, as the events by which a stream brings them.
+    """Turns the parts of an output into the stream events of content blocks.
 
     The arguments of a call must come whole, in one part. The blocks are the same however the other parts are cut.
     """

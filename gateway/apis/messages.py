@@ -1,4 +1,6 @@
-"""Anthropic's Messages API: parses requests for a message, writes it, and parses requests to count its prompt."""
+"""Anthropic's Messages API: parses requests for messages, writes the messages, and parses requests to count prompt
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from gateway.tools import ToolUse, no_tool, parse_function, tool_names
 
 _MAX_NAME_CHARS = 128
 _TOOL_HINTS = frozenset({"type", "cache_control", "eager_input_streaming"})
-"""A tool's fields that change nothing here, beside the type, which is checked."""
+"""A tool's fields that change nothing here, except `type`, which is checked."""
 _SYSTEM_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
 
 
@@ -162,7 +164,7 @@ class MessageAnswer:
         }
 
     def _stop(self) -> dict[str, str | None]:
-        """Returns why the output ended. A call counts more than a stop sequence, because it waits for its result."""
+        """Returns why the output ended. A call wins over a stop sequence, because the call needs its result."""
         assert self._finished is not None
         if self._finished.reason is FinishReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -174,7 +176,7 @@ class MessageAnswer:
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Returns the tokens so far. Which of the prompt's were cached is known when the output has ended."""
+        """Returns the token counts so far. The cached prompt tokens are known only at the output's end."""
         counts = self._admitted.tally.counts
         return {
             "input_tokens": counts.num_prompt - counts.num_cached,
@@ -229,7 +231,7 @@ MESSAGES = Api(
 
 
 def conversation_prompt(fields: ConversationFields) -> tuple[ChatInput, dict[str, str]]:
-    """Returns the prompt, and the names of its fields in the request, by their names in the gRPC request.
+    """Returns the prompt, and a mapping from field names in the gRPC request to those in this request.
 
     Raises ApiError, which names the wrong field.
     """

@@ -225,8 +225,7 @@ def _num_top_logprobs(fields: ResponseFields) -> int | None:
 
 
 def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
-    """Returns the fields of the answer that repeat the request's, those that are always the same, and their size as
-    JSON in bytes.
+    """Returns the answer's fields that repeat the request or are constant, and their size as JSON in bytes.
 
     Raises ApiError if they have a number that JSON cannot repeat.
     """
@@ -295,7 +294,7 @@ def _turn(place: str, item: Any) -> ChatTurn:
 
 
 def _kind(place: str, item: Any) -> str:
-    """Returns an item's type. A message need not say it. Raises ApiError for types and fields that are not served."""
+    """Returns an item's type. A message may omit it. Raises ApiError for types and fields that are not served."""
     if not isinstance(item, dict):
         raise invalid(place, "must be an item")
     kind = item.get("type") or ("message" if "role" in item else None)
@@ -310,7 +309,7 @@ def _kind(place: str, item: Any) -> str:
 
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:
-    """Returns the text of a reasoning item. Another service's encrypted reasoning is refused, as it cannot be read."""
+    """Returns the text of a reasoning item. Encrypted reasoning without text is refused, because it cannot be read."""
     text = text_of(f"{place}.content", item.get("content") or [], {"reasoning_text": "text"})
     text = text or text_of(f"{place}.summary", item.get("summary") or [], {"summary_text": "text"})
     if item.get("encrypted_content") and not text:
@@ -363,7 +362,7 @@ class _Item:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
 
     def written(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of the event that has the whole text, which are also in the content part."""
+        """Returns the event fields that have the item's whole text."""
         if self.kind == "function_call":
             return {"name": self.name, "arguments": self.text}
         return {name: part[name] for name in ("text", "logprobs") if name in part}
@@ -401,7 +400,7 @@ class ResponseAnswer:
         }
         self._includes_reasoning = plan.includes_reasoning
         self._items: list[_Item] = []
-        self._waiting: list[PositionLogprobs] = []  # those of tokens that may turn out to be words
+        self._waiting: list[PositionLogprobs] = []  # of tokens that may turn out to be words
         self._status = "in_progress"
         self._num_events = 0
 
@@ -443,8 +442,8 @@ class ResponseAnswer:
     def _write(self, parts: Iterable[OutputEvent], num_waited: int) -> list[ServerEvent]:
         """Adds parts of the output, and returns their events.
 
-        The first `num_waited` of the waiting log-probabilities are of tokens that came before. If what comes first is
-        no words, these tokens were none either.
+        The first `num_waited` waiting log-probabilities belong to earlier tokens. If the first part is not words,
+        neither were these tokens, and their log-probabilities are dropped.
         """
         events: list[ServerEvent] = []
         for number, part in enumerate(parts):
@@ -464,7 +463,7 @@ class ResponseAnswer:
         return events
 
     def _need(self, kind: _Kind, *, is_new: bool) -> list[ServerEvent]:
-        """Begins an item for a new text, and for any that is of another kind than the last item."""
+        """Begins an item if the text is new or of another kind than the last item."""
         goes_on = self._items and self._items[-1].kind == kind and not is_new
         return [] if goes_on else self._begin(kind)
 
@@ -479,7 +478,7 @@ class ResponseAnswer:
         return events
 
     def _more(self, text: str) -> ServerEvent:
-        """Adds text to the last item, and to a message the log-probabilities that wait for its text."""
+        """Adds text to the last item. A message also gets the waiting log-probabilities."""
         item = self._items[-1]
         item.texts.append(text)
         more: dict[str, Any] = {}
@@ -501,7 +500,7 @@ class ResponseAnswer:
         return events
 
     def _finish(self) -> list[ServerEvent]:
-        """Ends the last item. An output that the model ended has a message or a call, which may be empty."""
+        """Ends the last item. A completed output gets an empty message if it has neither message nor call."""
         says_nothing = all(item.kind == "reasoning" for item in self._items)
         events = self._begin("message") if says_nothing and self._status == "completed" else []
         return [*events, *self._end_item(self._status)]

@@ -1,1 +1,1 @@
-"""Takes a model's output apart while it arrives: reasoning, words, and calls of functions."""
+"""Splits a model's output into reasoning, words (plain text) and function calls while it arrives."""

@@ -22,11 +22,11 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class Mismatch(Exception):
-    """The text goes on otherwise than what was to be read. The character that does not fit is not taken."""
+    """The text does not continue as expected. The character that does not fit is not taken."""
 
 
 class TextEnded(Mismatch):
-    """The text ended before what was to be read was complete."""
+    """The text ended before the expected part was complete."""
 
 
 class Cursor:
@@ -65,7 +65,7 @@ class Cursor:
         self._held_from = None
 
     def give_back(self) -> str:
-        """Returns what was taken since `hold`, and releases it. It is not read again."""
+        """Returns the text taken since `hold`, and ends the hold. It is not read again."""
         held = "" if self._held_from is None else self._text[self._held_from : self._at]
         self.release()
         return held
@@ -79,7 +79,7 @@ class Cursor:
         return self._text[self._at]
 
     def next(self) -> Reading[str]:
-        """Takes a character. Raises TextEnded."""
+        """Takes and returns a character. Raises TextEnded."""
         char = yield from self.peek()
         if not char:
             raise TextEnded
@@ -87,7 +87,7 @@ class Cursor:
         return char
 
     def literal(self, text: str) -> Reading[None]:
-        """Takes `text`. Raises Mismatch without taking the beginning that fits: it may begin something else."""
+        """Takes `text`. Raises TextEnded, or Mismatch, after which none of it is taken."""
         for num_taken, expected in enumerate(text):
             char = yield from self.peek()
             if not char:
@@ -114,7 +114,7 @@ class Cursor:
         yield from self.run(_SPACE_RUN, str)
 
     def until(self, markers: Sequence[str], take: Take) -> Reading[str]:
-        """Takes text up to the first of `markers`, and the marker, which it returns; "" if the text ends before.
+        """Takes the text before the first of `markers`, then that marker. Returns the marker, or "" without one.
 
         No marker may be part of another one.
         """
@@ -158,7 +158,7 @@ class Cursor:
     def json_object(self, take: Take) -> Reading[None]:
         """Takes an object of JSON as it is written. Raises Mismatch.
 
-        Only strings and brackets are looked at, so a value may be anything.
+        Checks only strings and brackets, so a value may be anything.
         """
         if (yield from self.peek()) != "{":
             raise Mismatch

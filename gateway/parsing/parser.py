@@ -1,12 +1,12 @@
-"""Takes the output of a model apart while it arrives, for all families of models.
+"""Splits a model's output into parts while it arrives, for all families of models.
 
 output ─▶ reasoning ─▶ words ─▶ marker ─▶ name ─▶ arguments ─▶ end
                        ▲ ▲                  │                   │
                        │ └─ no call: words ◀┘                   │
                        └────────────────────────────────────────┘
 
-A call begins when its function's name is known to be declared, and its arguments have begun. Until then what was read
-is held back. If it turns out to be no call, it is words, exactly as it was written.
+A call begins when its function's name is known to be declared, and its arguments have begun. Until then the text is
+held back. If it is no call, it counts as words: plain text, just as written.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class OutputParser:
     """Parses one output. Its events do not depend on how the output's text is cut into pieces.
 
     `functions` maps the names of the declared functions to the JSON schemas of their arguments. A call of another
-    function is words. `is_reasoning_open` says that the prompt has opened the reasoning that the output begins with.
-    White space beside markers is dropped.
+    function counts as words (plain text). `is_reasoning_open` says that the prompt has opened the reasoning that the
+    output begins with. White space beside markers is dropped.
 
-    With `has_only_calls` the model can write nothing but reasoning and calls, and in channels words before the calls.
-    All else is then what is left of a call that the output's end cut off, and dropped.
+    With `has_only_calls` the model can write only reasoning and calls, in channels also words before the calls. Any
+    other text is then the rest of a call that the output's end cut off, and is dropped.
 
-    With `only_whole_calls` a call comes with all of its arguments, and only if these are an object of JSON that can be
-    written again. Else it is words.
+    With `only_whole_calls` a call's arguments come in one event, and must be a JSON object that can be written again;
+    else the call counts as words.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OutputParser:
         self._reasoning = _Text(lambda *piece: self._events.append(ReasoningText(*piece)), at_border=True)
         self._content = _Text(lambda *piece: self._events.append(ContentText(*piece)), at_border=False)
         self._add_other: Callable[[str], object] = str if has_only_calls else self._content.add
-        """Takes what is neither a call nor reasoning, and no message of a channel."""
+        """Takes text that is neither reasoning, a call, nor a channel's message."""
         self._num_calls = 0
         self._machine = self._messages() if form.has_channels else self._output(is_reasoning_open)
         next(self._machine)
@@ -90,7 +90,7 @@ class OutputParser:
 
     @property
     def holds_text(self) -> bool:
-        """Whether there is text of which it is not known yet whether it is words."""
+        """Whether text is held back because it may not be words."""
         return self._cursor.is_holding or self._content.holds_text
 
     def push(self, text: str) -> list[OutputEvent]:
@@ -111,7 +111,7 @@ class OutputParser:
         return self._new_events()
 
     def _new_events(self) -> list[OutputEvent]:
-        """Returns the new events, with neighbours that belong together as one."""
+        """Returns the new events, with adjacent events that belong together joined."""
         events, self._events = self._events, []
         joined: list[OutputEvent] = []
         for event in events:
@@ -143,7 +143,7 @@ class OutputParser:
             yield from self._try_calls(calls.closes)
 
     def _read_reasoning(self, section: Section, *, is_open: bool) -> Reading[None]:
-        """Reads the reasoning at the output's beginning, if there is any. A prompt's marker may be repeated."""
+        """Reads the reasoning at the output's beginning, if any. The output may repeat the prompt's opening marker."""
         self._cursor.hold()
         try:
             yield from self._cursor.space()
@@ -168,13 +168,13 @@ class OutputParser:
     # ---- calls --------------------------------------------------------------------------------------------------
 
     def _try_calls(self, closes: str) -> Reading[None]:
-        """Reads calls and the marker after them. What is neither is words, from the held place on."""
+        """Reads calls and the marker after them. If that fails, the held text becomes words."""
         num_before = self._num_calls
         try:
             yield from self._read_calls(closes)
         except Mismatch as failure:
             rest = self._cursor.give_back()
-            # What ends in the middle of the marks after a call's arguments is a whole call.
+            # A call is whole even if the text ends within the marks after its arguments.
             is_whole = isinstance(failure, TextEnded) and self._num_calls > num_before
             if not (is_whole and closes.startswith(rest.lstrip(f"{SPACE}}}];"))):
                 self._add_other(rest)
@@ -226,7 +226,7 @@ class OutputParser:
                     return
 
     def _read_object(self) -> Reading[None]:
-        """Reads {"name": ..., "arguments": {...}}, in any order. Without arguments they count as {}."""
+        """Reads {"name": ..., "arguments": {...}}, in any order. Missing arguments count as {}."""
         cursor = self._cursor
         name: str | None = None
         arguments: str | None = None
@@ -262,7 +262,7 @@ class OutputParser:
             self._call(name, "{}")
 
     def _read_tags(self) -> Reading[None]:
-        """Reads <function=NAME><parameter=KEY>VALUE</parameter>...</function>. Only then the call begins."""
+        """Reads <function=NAME><parameter=KEY>VALUE</parameter>...</function>. Begins the call only then."""
         cursor = self._cursor
         yield from cursor.literal("<function=")
         name = self._declared((yield from cursor.text_before(">")))
@@ -299,7 +299,7 @@ class OutputParser:
         yield from self._read_arguments(name)
 
     def _read_arguments(self, name: str) -> Reading[None]:
-        """Reads the arguments of a call and passes them on as they come. Then holds what follows them."""
+        """Reads a call's arguments and passes them on, in pieces or whole. Then holds what follows them."""
         if self._only_whole_calls:
             parts: list[str] = []
             yield from self._cursor.json_object(parts.append)
@@ -319,7 +319,7 @@ class OutputParser:
         return name
 
     def _call(self, name: str, arguments: str) -> None:
-        """Begins a call. What was held is part of it. Raises Mismatch if the arguments must be JSON and are not."""
+        """Begins a call, which includes the held text. Raises Mismatch if the arguments must be JSON and are not."""
         if self._only_whole_calls and not _is_object(arguments):
             self._add_other = self._content.add  # the call is whole, so it and the marks after it are words
             raise Mismatch
@@ -377,7 +377,7 @@ class OutputParser:
 class _Text:
     """The texts of one kind, without the white space at their borders with other parts of the output.
 
-    `emit` gets each piece, and whether it begins another text than the one before.
+    `emit` gets each piece, and whether it begins a further text.
     """
 
     def __init__(self, emit: Callable[[str, bool], None], *, at_border: bool) -> None:
@@ -422,8 +422,8 @@ class _Text:
 def _as_json(written: str, parameters: Any, key: str) -> str:
     """Returns an argument as JSON: as the text `written` or as the JSON in it, whichever the function's schema allows.
 
-    If it allows neither value, that counts whose type it allows. If both are as good, it is the text, unless the JSON
-    is null or the schema says nothing of the argument.
+    If it allows neither, the value of an allowed type counts. If both fit equally, the text counts, unless the JSON is
+    null or the schema does not restrict the argument.
     """
     try:
         value = json.loads(written, parse_constant=_refuse)
@@ -467,8 +467,8 @@ _MAX_SCHEMAS, _MAX_SCHEMA_DEPTH = 1000, 100
 class _Allowed:
     """Tells whether a JSON schema allows a value, as far as types, enumerations, references and branches say.
 
-    `by_type` takes a value for one of an enumeration if it is of the type of one. A schema beyond the bounds of number
-    and depth allows everything.
+    With `by_type`, an enumeration allows any value that has the type of an entry. A schema that is too large or too
+    deep allows everything.
     """
 
     def __init__(self, schema: Any, *, by_type: bool) -> None:

@@ -188,9 +188,9 @@ class StatusCollector:
     """Samples the services in rounds, one every `interval_s`, and hands all viewers the same snapshot.
 
     Sampling starts with the first call of `look`, and ends `idle_timeout_s` after the last one; then connections and
-    samples are dropped. `targets` are HOST:PORT or dns:///HOST:PORT, and each stands for every address of its name.
-    `metrics_token` is sent to metrics targets. `timeout_s` limits each look-up and each answer. Construct it in a
-    running event loop, and close it before the loop ends.
+    samples are dropped. A target is HOST:PORT, dns:///HOST:PORT or file:///PATH, and stands for all addresses found
+    there. `metrics_token` is sent to metrics targets. `timeout_s` limits each look-up and each answer. Construct it in
+    a running event loop, and close it before the loop ends.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Computes the figures of the status page from series of services' metrics: parsing them, how much counters grew,
-quantiles, and the samples of a time window.
+"""Computes the status page's figures: parses services' metrics, keeps the samples of a time window, and computes
+quantiles and how much counters grew.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def series(name: str, **labels: str) -> Series:
 
 
 def parse_exposition(text: str) -> Exposition:
-    """Parses Baton's metrics in `text`. Raises ValueError if the format is wrong or if there is none of them."""
+    """Parses Baton's metrics in `text`. Raises ValueError if the format is wrong or no metric is Baton's."""
     counters: dict[Series, float] = {}
     gauges: dict[Series, float] = {}
     for family in text_string_to_metric_families(text):

@@ -33,8 +33,8 @@ class PoolFigures:
 class AcceptanceFigures:
     """How many drafted tokens were accepted. `drafted` and `accepted` count the drafts of finished requests.
 
-    `accept_length` is the mean number of tokens that a step with drafts committed for a row. `by_position` is the share
-    accepted of the drafts that were one, two, ... tokens ahead, in steps in which no draft was forced by a grammar.
+    `accept_length` is the mean number of tokens that a step with drafts committed for a row. `by_position` has the
+    accepted share of drafts one, two, ... tokens ahead, in steps in which a grammar forced no draft.
     """
 
     drafted: int
@@ -74,10 +74,10 @@ class ServiceFigures:
 class ServiceStatus:
     """The state and figures of one metrics endpoint.
 
-    `address` is that of the metrics. `grpc_address` is the one by which decode services and `Snapshot.decode` name the
-    service, or "" if it has not said. `role` is "decode", "prefill", or "" before the first answer. `is_ready` is the
-    service's own report. If the service cannot be reached, `reason` says why, `rows` to `unsent_kv_bytes` are None, and
-    `figures` cover the samples that are still in the window.
+    `address` is where its metrics are. `grpc_address` is the one by which decode services and `Snapshot.decode` name
+    the service, or "" if it has not said. `role` is "decode", "prefill", or "" before the first answer. `is_ready` is
+    the service's own report. If the service cannot be reached, `reason` says why, `rows` to `unsent_kv_bytes` are None,
+    and `figures` cover the samples that are still in the window.
     """
 
     target: str

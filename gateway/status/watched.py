@@ -1,4 +1,4 @@
-"""The services that the status page watches: their addresses behind names, and how each is asked."""
+"""The services that the status page watches: looks up their addresses, and asks each service."""
 
 from __future__ import annotations
 

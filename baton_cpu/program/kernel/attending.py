@@ -35,8 +35,7 @@ def part_bytes(num_queries: int, head_dim: int) -> int:
 
 def scratch_bytes(num_queries: int, num_of_head: int, head_dim: int) -> int:
     """Returns the scratch memory in bytes that one thread needs for ATTEND. A query is one head of one new token.
-    `num_queries` counts the queries of the request with most of them, and `num_of_head` those of them that read one KV
-    head.
+    `num_queries` is the largest number of queries of a request, and `num_of_head` how many of these read one KV head.
     """
     return 2 * part_bytes(num_queries, head_dim) + 4 * (
         (num_queries + 1) * head_dim + num_of_head * PART_TOKENS + NUM_LANES
@@ -48,7 +47,7 @@ def rotate(source, weight, epsilon, cosines, sines, target, like):
     """Applies rotary embedding to one head, array `source`, and writes it to array `target` [head_dim] float32, rounded
     to the dtype of array `like`. `cosines` and `sines` are arrays [head_dim] for the token's position.
 
-    If `weight` is an address, the head is RMS-normalised first, with `epsilon`; 0 means that there is no norm.
+    `weight` is the address of a norm's weight: the head is RMS-normalised first, with `epsilon`. 0 means no norm.
     """
     head_dim = target.shape[0]
     half = head_dim // 2
@@ -225,8 +224,8 @@ def _join(joined, part, num_queries, head_dim):
 def _attend_part(
     call, fields, b, first, num_new, begin, num_own, num_near, keys, values, slots, queries, part, weights_at, like
 ):
-    """Computes attention of request `b` (its index in the batch) over one part, its `num_own` tokens from `begin` on,
-    as if there were no others. Writes the result to address `part`, in the layout that `part_bytes` describes.
+    """Computes attention of request `b` (its index in the batch) over one part of its tokens, `num_own` from `begin`
+    on, as if there were no others. Writes the result to address `part`, in the layout that `part_bytes` describes.
     Meanwhile it prefetches tokens after the part, but none beyond the end of the item, `num_near` tokens after `begin`.
 
     `first` is the index of the request's first new token in the forward, and `num_new` the number of its new tokens.

@@ -10,7 +10,7 @@ an item of one of the other two operations sorts the choices by expert for itsel
 another thread. The rows of one expert then lie together, and are multiplied by its panels as the rows of a LINEAR are.
 
 A token's results are added in the order of its experts, whoever shares the forward. An expert without tokens is not
-read. How many items there are may not depend on the choices: a late thread counts the items of a run that has ended.
+read. The number of items must not depend on the choices: a late thread may count items of a run that has ended.
 
 `call` holds the int64 words of the forward, which `Call` names, and `fields` those of the operation, which `Field`
 names. `like` is an array of the model's dtype. `scratch` is the address of this thread's memory: the sorted choices
@@ -65,7 +65,7 @@ def _choose(scores, experts, weights):
     """Writes the experts with the largest of the router's `scores` (array [experts] float32, which is overwritten) to
     array `experts`, the largest first, and their softmax weights to array `weights`. Of equal scores the first counts.
 
-    If a score is NaN, all weights are NaN, and the experts are some of those there are.
+    If a score is NaN, all weights are NaN, and the experts are arbitrary.
     """
     highest = np.float32(-np.inf)
     for e in range(scores.shape[0]):
@@ -169,8 +169,8 @@ def sort_choices(call, fields, scratch):
 
 @jit
 def _block_of(starts, block):
-    """Returns the expert of a block of choices, and the places of the block's first choice and of the one after its
-    last. `starts` comes from `_sorted_choices`.
+    """Returns the expert of a block of choices, and the block's start and stop among the sorted choices. `starts` comes
+    from `_sorted_choices`.
     """
     expert = np.int64(0)
     while True:
@@ -185,11 +185,11 @@ def _block_of(starts, block):
 @jit
 def gate_experts(call, fields, item, num_blocks, gathered, scratch, sums_address, like):
     """Computes one item of the operation EXPERTS_GATE: multiplies the rows of one block of choices by one panel of
-    their expert's gate and up weights, and stores silu(gate) * up, in the order of the sorted choices. The first items
-    are no work, if there are fewer than `most_blocks`: `num_blocks`, which `sort_choices` has returned.
+    their expert's gate and up weights, and stores silu(gate) * up, in the order of the sorted choices. `num_blocks` is
+    what `sort_choices` returned; if it is below `most_blocks`, the first items do nothing.
 
-    `gathered` is the number of the block whose input rows this thread has copied together before, or -1. Returns the
-    number for the next call. `sums_address` is the address of memory for the products of MAX_ROWS rows.
+    `gathered` is the number of the block whose input rows this thread has gathered already, or -1. Returns the number
+    for the next call. `sums_address` is the address of memory for the products of MAX_ROWS rows.
     """
     width, num_panels, inputs = fields[Field.WIDTH], fields[Field.NUM_PANELS], input_like(like)
     block, panel = item // num_panels - (most_blocks(call, fields) - num_blocks), item % num_panels
@@ -219,9 +219,9 @@ def gate_experts(call, fields, item, num_blocks, gathered, scratch, sums_address
 
 @jit
 def down_experts(call, fields, panel, scratch, sums_address, like):
-    """Computes one item of the operation EXPERTS_DOWN: PANEL_WIDTH outputs, from those of panel number `panel` on, of
-    all experts over their choices. Sums each token's outputs, weighted, and adds the sums to the target buffer.
-    `sums_address` is the address of memory for the products of MAX_ROWS rows.
+    """Computes one item of the operation EXPERTS_DOWN: the PANEL_WIDTH outputs of panel number `panel`, of all experts
+    over their choices. Sums each token's outputs, weighted, and adds the sums to the target buffer. `sums_address` is
+    the address of memory for the products of MAX_ROWS rows.
     """
     width, num_panels, num_chosen = fields[Field.WIDTH], fields[Field.NUM_PANELS], fields[Field.NUM_CHOSEN]
     num_tokens, stride = call[Call.NUM_TOKENS], width * input_like(like).itemsize

@@ -83,7 +83,7 @@ kept = cast("Kernel", _kept)
 `target`.
 """
 copied = cast("Kernel", _copied)
-"""`copied(element, target)`, for kernels: returns the element as one of array `target`, whose dtype is the same or
+"""`copied(element, target)`, for kernels: converts the element to the dtype of array `target`, which is the same or
 wider.
 """
 input_like = cast("Kernel", _input_like)

@@ -103,8 +103,8 @@ def _is_of_experts(kind):
 @jit
 def _most_items(call, fields, like):
     """Returns the most items of an operation that a thread takes at once. For a LINEAR, an item is a panel of its
-    weight, and for experts a panel of one or of all of them. A thread takes so many that it reads about _MOST_BYTES. Of
-    other operations it takes one item.
+    weight, and for experts a panel of one or of all of them. A thread takes so many that it reads about _MOST_BYTES.
+    For other operations it is one item.
 
     `call` holds the int64 words that describe the run of the program (see Call), `fields` those of the operation (see
     Field). `like` is any array of the model's dtype (uint16 for bfloat16).

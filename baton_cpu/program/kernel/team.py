@@ -219,9 +219,9 @@ class Team:
     """A team of `num_threads` threads, the caller's among them. It runs programs of at most `max_operations`
     operations.
 
-    Each of them calls the compiled function `take_part(board, run, call, shared, thread, fd)`. `thread` is its place in
+    Each thread calls the compiled function `take_part(board, run, call, shared, thread, fd)`. `thread` is its place in
     the team: the caller of `run` passes 0 and leads, the helpers pass 1, 2, ... `board` is the address of the counters
-    by which they coordinate, and `run` the number of the run (a helper passes 0). `call` is an array of
+    that coordinate the threads, and `run` the number of the run (a helper passes 0). `call` is an array of
     `num_call_words` words. The leader's describes the run (see Call); it is copied to the address `shared`, and each
     helper copies it from there into its own. `fd` is an end of a pipe: the leader writes to it to wake helpers, and a
     helper sleeps by reading from it.
