@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self, TypedDict, TypeVar
 
@@ -17,7 +18,12 @@ from common.text.output_formats import FINAL, START
 
 _GRAMMARS = ("json_schema", "regex", "choice", "ebnf", "lark")
 _OUT_OF_RANGE = "Value out of range: "
-_UNSIGNED = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 64}
+_RANGES = {
+    FieldDescriptor.TYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.TYPE_UINT32: (0, (1 << 32) - 1),
+    FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1),
+}
+_LARGEST_FLOAT = float.fromhex("0x1.fffffep+127")
 _NOT_SCALAR = ("token_ids", "chat", "generated_token_ids")
 _LISTS = ("stop", "stop_token_ids", "shown_special_tokens", "bad_words", "allowed_token_ids")
 
@@ -230,7 +236,7 @@ def _sampling_params(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
             raise TypeError(f"there is no option {name!r}")
         try:
             if name == "logit_bias":
-                params.logit_bias.update(value)
+                params.logit_bias.update({token_id: _float32(bias) for token_id, bias in value.items()})
             elif name in _LISTS:
                 if name == "allowed_token_ids" and not value:
                     raise ValueError("is empty, which would allow no token")
@@ -240,7 +246,8 @@ def _sampling_params(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
             elif name in _GRAMMARS:
                 _set_grammar(params, name, value)
             else:
-                setattr(params, name, value)
+                is_float = params.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_FLOAT
+                setattr(params, name, _float32(value) if is_float else value)
         except (TypeError, ValueError) as error:
             raise _invalid(f"sampling.{name}", _fault(params.DESCRIPTOR, name, error)) from error
     if sampling.get("shown_special_tokens") is None:
@@ -314,9 +321,18 @@ def _fill(field: str, repeated: object, ids: Iterable[int]) -> None:
 def _fault(message: Descriptor, name: str, error: Exception) -> str:
     """Returns the message of protobuf's error for a value of the field `name`, with the field's range."""
     number = str(error).removeprefix(_OUT_OF_RANGE)
-    if number == str(error) or (num_bits := _UNSIGNED.get(message.fields_by_name[name].type)) is None:
+    if number == str(error) or (bounds := _RANGES.get(message.fields_by_name[name].type)) is None:
         return str(error)
-    return f"{number} is not in [0, {(1 << num_bits) - 1}]"
+    return f"{number} is not in [{bounds[0]}, {bounds[1]}]"
+
+
+def _float32(value: Any) -> Any:
+    """Returns a value for a field that is a float in protobuf, which would make infinity of a larger number. Raises
+    ValueError for one.
+    """
+    if isinstance(value, int | float) and _LARGEST_FLOAT < abs(value) < math.inf:
+        raise ValueError(f"{value} is too large for a float32")
+    return value
 
 
 def _invalid(field: str, message: str) -> InvalidArgument:

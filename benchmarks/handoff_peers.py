@@ -21,7 +21,7 @@ from common.attention.torch_attention import TorchAttention
 from common.config.settings import DecodeSettings, KvTransport
 from common.kv.layer_group import LayerGroupSpec
 from common.model.forward_program import OnLayerKv
-from common.model.target import TargetOutput
+from common.model.target import TargetModel, TargetOutput, TargetShape
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EngineInbox, EngineThread
@@ -80,31 +80,33 @@ class HandoffShape:
         )
 
 
-class NothingModel:
-    """A model that computes nothing. It has the attributes of TargetModel that engines use.
-
-    Its KV is whatever the pool contains, and its logits are zeros.
-    """
-
-    eos_token_ids: tuple[int, ...] = ()
-    hidden_size = 1
-    dtype = torch.float32
-    torch_device = torch.device("cpu")
-    vocab_size = _VOCAB_SIZE
-    attention = TorchAttention()
+class NothingModel(TargetModel):
+    """A model that computes nothing. Its KV is whatever the pool contains, and its logits are zeros."""
 
     def __init__(self, shape: HandoffShape) -> None:
-        self.layer_group = shape.layer_group
-        self.max_context_tokens = shape.max_context_tokens
+        super().__init__(
+            model=torch.nn.Module(),
+            backend=TorchAttention(),
+            shape=TargetShape(
+                layer_group=shape.layer_group,
+                kv_heads=[[range(shape.layer_group.num_heads)] * shape.layer_group.num_layers],
+                hidden_size=1,
+                vocab_size=_VOCAB_SIZE,
+                max_context_tokens=shape.max_context_tokens,
+                eos_token_ids=(),
+                dtype=torch.float32,
+                torch_device=torch.device("cpu"),
+            ),
+        )
 
-    def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
-        return partial(self.forward, batch)
+    def prepare(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> Callable[[], TargetOutput]:
+        def compute() -> TargetOutput:
+            for tell in (on_layer_kv or {}).values():
+                tell()
+            num_rows = batch.input_ids.shape[0] if batch.logits_rows is None else len(batch.logits_rows)
+            return TargetOutput(torch.zeros(num_rows, _VOCAB_SIZE), None)
 
-    def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
-        for tell in (on_layer_kv or {}).values():
-            tell()
-        num_rows = batch.input_ids.shape[0] if batch.logits_rows is None else len(batch.logits_rows)
-        return TargetOutput(torch.zeros(num_rows, _VOCAB_SIZE), None)
+        return compute
 
 
 @contextmanager

@@ -27,11 +27,16 @@ _PART_HINTS = frozenset({"type", "cache_control", "annotations", "logprobs"})
 """Fields of a text part that change nothing, beside the type."""
 
 
-def messages_schema(roles: Iterable[str]) -> WithJsonSchema:
-    """Returns the JSON schema of a list of messages that have one of these roles, for the OpenAPI document."""
-    parts = {"type": "array", "items": {"type": "object", "required": ["type"]}}
-    fields = {"role": {"enum": sorted(roles)}, "content": {"anyOf": [{"type": "string"}, parts, {"type": "null"}]}}
-    message = {"type": "object", "required": ["role"], "properties": fields}
+TEXT_OR_PARTS = [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]
+"""The JSON schemas of a message's content, in the OpenAPI document."""
+
+
+def messages_schema(roles: Iterable[str], content: Any, **fields: Any) -> WithJsonSchema:
+    """Returns the JSON schema of a list of messages, for the OpenAPI document. `content` is the schema of a message's
+    content, and `fields` are those of its other fields.
+    """
+    properties = {"role": {"enum": sorted(roles)}, "content": content, **fields}
+    message = {"type": "object", "required": ["role"], "properties": properties}
     return WithJsonSchema({"type": "array", "items": message, "minItems": 1})
 
 

@@ -115,17 +115,16 @@ def run_python(
     Returns None on success, else the process's output, or its exit status in words if it wrote nothing. Meanwhile
     `on_wait` is called every 0.2 s, and may raise to end the process. The process does not outlive this call.
     """
-    with tempfile.TemporaryFile() as output:
-        process = Child(
-            [sys.executable, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
-        )
+    with Child(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,  # a file might not fit the disk
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **(environment or {})},
+    ) as process:
         try:
             while True:
                 try:
-                    process.wait(_POLL_INTERVAL_S)
+                    output, _ = process.communicate(timeout=_POLL_INTERVAL_S)
                     break
                 except subprocess.TimeoutExpired:
                     if on_wait is not None:
@@ -134,10 +133,9 @@ def run_python(
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        if process.returncode == 0:
-            return None
-        output.seek(0)
-        return output.read().decode(errors="replace").strip() or f"exit status {process.returncode}"
+    if process.returncode == 0:
+        return None
+    return output.decode(errors="replace").strip() or f"exit status {process.returncode}"
 
 
 @contextmanager

@@ -6,9 +6,10 @@ developer's, the assistant's, calls, answers, tools. A user's words stand betwee
 wherever a system's or a developer's are. Answers come after the calls before them. The names, texts and numbers of one
 call or tool may come in any order. An assistant's thoughts, switches such as /no_think, and true, false and null may be
 absent. Short words might be in the text by chance. So each new sequence of roles is also rendered once as a *twin*,
-with markers for words, which must pass the same check. Where words beside calls are absent from the twin, they may be
-absent from the text. With twins of a few conversations, this check also finds at the start in which forms the template
-writes contents, calls and tools, and which of them it does not write at all.
+with markers for words, which must pass the same check. Words beside calls, and a system's words where the last message
+is an answer, may be absent from the text if they are absent from the twin. With twins of a few conversations, this
+check also finds at the start in which forms the template writes contents, calls and tools, and which of them it does
+not write at all.
 
 The Jinja environment is that of `apply_chat_template` in transformers, for which templates are written. This module
 does not import transformers, so that a separate small process can render.
@@ -87,12 +88,12 @@ class _SaidPart(NamedTuple):
 
 
 class _LeftOut(NamedTuple):
-    """What a template leaves out of a conversation: the `first` part that it has to keep, or None, and the words beside
-    calls in the messages with these indices.
+    """What a template leaves out of a conversation: the `first` part that it has to keep, or None, and the contents of
+    the messages with the indices `unsaid`, which it may leave out.
     """
 
     first: _SaidPart | None = None
-    beside_calls: frozenset[int] = frozenset()
+    unsaid: frozenset[int] = frozenset()
 
 
 _USER, _SYSTEM, _ASSISTANT = ChatMessage("user", "u"), ChatMessage("system", "s"), ChatMessage("assistant", "a")
@@ -158,8 +159,8 @@ class ChatTemplate:
             messages, places = with_one_call_each(messages, places)
         self._check_kwargs(options)
         text = self._render(messages, options, self._form, max_chars)
-        first, beside_calls = self._left_out_of_twin(messages, options)
-        first = first or _find_missing(_parts(messages, options.tools, self._form, beside_calls), text)
+        first, unsaid = self._left_out_of_twin(messages, options)
+        first = first or _find_missing(_parts(messages, options.tools, self._form, unsaid), text)
         if first is not None:
             place = "tools" if first.message is None else places[first.message]
             reason = f"the model's chat template leaves out or changes some of {first.what} here"
@@ -223,7 +224,10 @@ class ChatTemplate:
         if left_out is None:
             left_out = _LeftOut()
             with suppress(ChatRefused, TextTooLong):
-                left_out = _find_left_out(twin, options.tools, self._render(twin, options, self._form), self._form)
+                text = self._render(twin, options, self._form)
+                # Mistral's templates write a system's words only before a user's that are the last
+                lacks_system = self._writes_system and twin[-1].role == "tool"
+                left_out = _find_left_out(twin, options.tools, text, self._form, may_lack_system=lacks_system)
             if len(self._known_twins) == _MAX_KNOWN_TWINS:
                 del self._known_twins[next(iter(self._known_twins))]
         self._known_twins[key] = left_out  # as the one that was used last
@@ -289,12 +293,16 @@ def _twin(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     )
 
 
-def _find_left_out(twin: Sequence[ChatMessage], tools: Sequence[Tool], text: str, form: _Form) -> _LeftOut:
+def _find_left_out(
+    twin: Sequence[ChatMessage], tools: Sequence[Tool], text: str, form: _Form, *, may_lack_system: bool = False
+) -> _LeftOut:
     """Returns what is missing from the twin's text."""
-    beside_calls = frozenset(
-        index for index, message in enumerate(twin) if message.tool_calls and message.content not in text
+    unsaid = frozenset(
+        index
+        for index, message in enumerate(twin)
+        if message.content not in text and (message.tool_calls or (may_lack_system and message.role == "system"))
     )
-    return _LeftOut(_find_missing(_parts(twin, tools, form, beside_calls), text), beside_calls)
+    return _LeftOut(_find_missing(_parts(twin, tools, form, unsaid), text), unsaid)
 
 
 def _as_read(message: ChatMessage, form: _Form) -> dict[str, Any]:
@@ -376,9 +384,9 @@ _MAX_SEARCHED_CHARS = 1 << 28  # takes about 0.3 s
 
 
 def _parts(
-    messages: Sequence[ChatMessage], tools: Sequence[Tool], form: _Form, beside_calls: frozenset[int]
+    messages: Sequence[ChatMessage], tools: Sequence[Tool], form: _Form, unsaid: frozenset[int]
 ) -> Iterator[_SaidPart]:
-    """Yields what must be in the text. `beside_calls` are the messages whose words beside calls may be absent.
+    """Yields what must be in the text. `unsaid` are the messages whose contents may be absent.
 
     Of a tool's parameters only the names must be there: some templates write schemas as types of a programming
     language.
@@ -388,7 +396,7 @@ def _parts(
         names = properties if isinstance(properties, dict) else ()
         yield _SaidPart("tools", None, f"[{number}]", "the tool", [tool.name, tool.description, *names])
     for index, message in enumerate(messages):
-        for piece in () if index in beside_calls else _pieces(message):
+        for piece in () if index in unsaid else _pieces(message):
             yield _SaidPart(message.role, index, "", f"what the {message.role} says", [piece])
         for number, call in enumerate(message.tool_calls):
             arguments = _object_of(call.arguments) if form.has_objects else None

@@ -95,7 +95,8 @@ double below _MOST is _NEARLY_MOST.
 """
 _TOO_LARGE = "is at or beyond the ends of 64 bits"
 _KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
-_NO_POINTER = re.compile("Pointer '(.*)' does not exist")
+_NOWHERE = re.compile("(?:Pointer|Anchor) '(.*)' does not exist")
+_ELSEWHERE = re.compile("Resource '(.*)' is not present in a registry")
 _ODD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
 """Matches a `$ref` that cannot lead into the value of a keyword in `_VALUES`."""
@@ -581,8 +582,10 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 def _words(matcher: LLMatcher) -> str:
     """Returns the error of a matcher on one line. The places in it are `at LINE(COLUMN): ` in the text in Lark."""
     words = " ".join(_LISTING.sub("", matcher.get_error()).split())
-    if missing := _NO_POINTER.search(words):
+    if missing := _NOWHERE.search(words):
         return f"$ref: #{unquote(missing[1])} leads nowhere"
+    if other := _ELSEWHERE.search(words):
+        return f"$ref or $schema: {other[1]} is another document, which is not read"
     return "no text matches it" if words == "NoExtensionBias" else words
 
 

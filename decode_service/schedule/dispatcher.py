@@ -214,7 +214,8 @@ class PrefillDispatcher:
         self._update_degraded(now_s)
         self.short = []
         if not self._waiting:
-            self._last_look = replace(self._last_look, was_short=False)
+            if self._last_look.was_short:
+                self._last_look = replace(self._last_look, was_short=False)
             self._shares.rest()
             return
         if self._last_look.changes == self._changes() and now_s < self._last_look.again_s:

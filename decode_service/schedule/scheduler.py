@@ -371,8 +371,9 @@ class DecodeEngine:
         if ready:
             self._merge_prebuilt(ready)
         running.forced = self._forced_tokens(running, has_published=published is not None)
-        num_unread = self._worker.drafter.num_unread(running.rows)
-        running.spec_info = depth_within(self._depth, running, self.pool, num_unread)
+        if self._config.max_depth:
+            num_unread = self._worker.drafter.num_unread(running.rows)
+            running.spec_info = depth_within(self._depth, running, self.pool, num_unread)
         self._is_stalled = not (running.is_empty or self._retraction.prepare(running))
         return None if running.is_empty or self._is_stalled else running
 

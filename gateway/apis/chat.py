@@ -17,6 +17,7 @@ from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
+    TEXT_OR_PARTS,
     at_most,
     messages_schema,
     new_call_id,
@@ -47,7 +48,27 @@ _TEXT = {"text": "text"}
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
 
 
-ChatMessages = Annotated[Messages, messages_schema(_ROLES)]
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": "string"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}}},
+    },
+}
+ChatMessages = Annotated[
+    Messages,
+    messages_schema(
+        _ROLES,
+        {"anyOf": [*TEXT_OR_PARTS, {"type": "null"}]},
+        tool_calls={"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
+        tool_call_id={"type": "string"},
+        refusal=_TEXT_OR_NULL,
+        reasoning_content=_TEXT_OR_NULL,
+        reasoning=_TEXT_OR_NULL,
+    ),
+]
 
 
 class TemplateFields(ReasoningFields, RequestFields):

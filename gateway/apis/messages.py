@@ -16,6 +16,7 @@ from gateway.apis.chat import Messages
 from gateway.apis.content_blocks import ROLES, BlockWriter, chat_of, content_of
 from gateway.conversation import (
     MAX_TOOLS,
+    TEXT_OR_PARTS,
     at_most,
     kind_not_served,
     messages_schema,
@@ -70,7 +71,7 @@ class ConversationFields(RequestFields):
     """The fields of which the prompt is made. Tokens are counted from the same ones."""
 
     model: str
-    messages: Annotated[Messages, messages_schema(ROLES)]
+    messages: Annotated[Messages, messages_schema(ROLES, {"anyOf": TEXT_OR_PARTS})]
     system: Annotated[Any, _SYSTEM_SCHEMA] = None
     tools: Annotated[list[Any], at_most(MAX_TOOLS)] | None = None
     tool_choice: Annotated[ChosenTool, BeforeValidator(without_null)] | None = None

@@ -17,6 +17,7 @@ from gateway.apis.api import Admitted, Api, TokenCounts
 from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    TEXT_OR_PARTS,
     ChatTurn,
     at_most,
     joined,
@@ -51,9 +52,11 @@ _INPUT_SCHEMA: JsonSchemaValue = {
                 "properties": {
                     "type": {"enum": ["message", "function_call", "function_call_output", "reasoning"]},
                     "role": {"enum": ["system", "developer", "user", "assistant"]},
+                    "content": {"anyOf": [*TEXT_OR_PARTS, {"type": "null"}]},
                     "call_id": {"type": "string"},
                     "name": {"type": "string"},
                     "arguments": {"type": "string"},
+                    "output": {"anyOf": TEXT_OR_PARTS},
                 },
             },
         },

@@ -13,6 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 import benchmarks.__main__ as bench
+from benchmarks.handoff import handoff_rate
+from benchmarks.handoff_peers import HandoffShape
+from common.config.settings import KvTransport
+from common.kv.layer_group import LayerGroupSpec
 
 
 @pytest.fixture
@@ -50,3 +54,11 @@ def test_all_of_them_exist() -> None:
     for name in (*bench.BESIDE_A_PEER, *bench.OTHERS):
         assert importlib.util.find_spec(f"benchmarks.{name}") is not None
     assert {*bench.ON_ONE_CORE} <= {*bench.OTHERS}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+async def test_the_peers_of_the_handoff_hand_over(transport: KvTransport) -> None:
+    group = LayerGroupSpec("target", num_layers=2, num_planes=2, num_heads=1, head_dim=8, dtype="float32")
+    shape = HandoffShape(group, prompt_tokens=64, num_prompts=2, kv_transport=transport)
+    assert await handoff_rate(shape, num_prompts=2) > 0

@@ -542,6 +542,17 @@ def test_words_beside_a_call_may_be_left_out_but_no_call_and_no_answer(source: s
     assert re.findall(f"hi|add|2.5|42|why|{SAYING.content}", text) == ["hi", "add", "2.5", "42", "42", "why"]
 
 
+def test_a_system_s_words_may_be_left_out_before_an_answer_but_not_before_a_user() -> None:
+    before_the_last_user = each(
+        "{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content if m.role != 'system' }}" + CALLS
+    )
+    assert SYSTEM.content not in rendered(before_the_last_user, SYSTEM, USER, CALLING, ANSWER)
+    asked = [SYSTEM, USER, CALLING, ANSWER, ASSISTANT, ChatMessage("user", "why?")]
+    assert rendered(before_the_last_user, *asked).endswith(f"{SYSTEM.content}why?")
+    with pytest.raises(ChatRefused, match=r"messages\[0\]"):
+        rendered(each("{{ m.content if m.role != 'system' }}" + CALLS), SYSTEM, USER, CALLING, ANSWER)
+
+
 def test_words_beside_a_call_are_kept_where_a_template_writes_them() -> None:
     assert rendered(AS_THOUGHT, USER, SAYING, ANSWER).startswith("hi(let me see)[{")
     assert "<assistant>let me see<tool_call>" in rendered(CHATML, USER, SAYING, ANSWER)

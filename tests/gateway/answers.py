@@ -86,6 +86,7 @@ def chat_of(chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in ("content", "reasoning_content"):
             if each.get(name):
                 message[name] = message.get(name, "") + each[name]
+        assert each.get("reasoning") == each.get("reasoning_content"), "two names of one thing"
         for call in each.get("tool_calls", ()):
             calls = message.setdefault("tool_calls", [])
             if call["index"] == len(calls):

@@ -131,6 +131,14 @@ def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], 
     assert prompt.num_bytes > sum(map(len, ('{"a": 1}', "add", "add", "x", "y", "x", "y", "sum", expected)))
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_an_assistant_s_reasoning_has_two_names(name: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "So.", name: "Hm."}, MESSAGES[-1]]
+    (prompt,) = parse_chat(json.dumps({"model": "tiny", "messages": messages}).encode()).prompts
+    assert isinstance(prompt, ChatInput)
+    assert prompt.messages[len(MESSAGES)] == ChatMessage("assistant", "So.", reasoning="Hm.")
+
+
 def test_an_answer_s_message_may_be_sent_back_as_it_came(edge: GatewayHere, scripted: ScriptedServer) -> None:
     """Agents send a message back with all its fields, including those that the `openai` package does not know."""
     scripted.inference.script = [
@@ -151,20 +159,21 @@ def test_an_answer_s_message_may_be_sent_back_as_it_came(edge: GatewayHere, scri
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
-        (finished(FINISH_REASON_EOS), "stop"),
-        (finished(FINISH_REASON_STOP_STRING, stop_string="b"), "stop"),
-        (finished(FINISH_REASON_STOP_TOKEN, stop_token_id=7), "stop"),
-        (finished(FINISH_REASON_LENGTH), "length"),
+        (finished(FINISH_REASON_EOS), ("stop", None)),
+        (finished(FINISH_REASON_STOP_STRING, stop_string="b"), ("stop", "b")),
+        (finished(FINISH_REASON_STOP_TOKEN, stop_token_id=7), ("stop", 7)),
+        (finished(FINISH_REASON_LENGTH), ("length", None)),
     ],
 )
 def test_an_answer_says_why_it_ended(
-    edge: GatewayHere, scripted: ScriptedServer, end: GenerateEvent, expected: str
+    edge: GatewayHere, scripted: ScriptedServer, end: GenerateEvent, expected: tuple[str, str | int | None]
 ) -> None:
     scripted.inference.script = [started(), delta([5], "a"), end]
     for path, prompt in ((COMPLETIONS, {"prompt": "hi"}), ("/v1/chat/completions", {"messages": MESSAGES})):
         whole = edge.ask("POST", path, {"model": "demo", **prompt}).json
         *_, last = edge.ask("POST", path, {"model": "demo", **prompt, "stream": True}).chunks
-        assert whole["choices"][0]["finish_reason"] == last["choices"][0]["finish_reason"] == expected
+        for answer in (whole, last):
+            assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == expected
 
 
 def test_the_request_id_is_the_callers_or_a_new_one(caller: Caller) -> None:

@@ -150,3 +150,9 @@ def test_a_path_without_its_version_is_told_where_it_is(edge: GatewayHere, path:
     answer = edge.ask("POST", path, {})
     assert answer.status == 404
     assert (f"/v1{path} is: the base URL ends with /v1" in answer.error["message"]) == is_told
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/demo/", "/health/live/"])
+def test_a_path_may_end_with_a_slash(edge: GatewayHere, path: str) -> None:
+    assert edge.ask("GET", path).body == edge.ask("GET", path.removesuffix("/")).body
+    assert edge.ask("GET", path).status == 200

@@ -106,3 +106,22 @@ def test_a_body_has_exactly_the_fields_that_are_taken(
     temperature, top_k = (schema["properties"][name] for name in ("temperature", "top_k"))
     assert temperature.items() >= {"type": ["number", "null"], "minimum": 0.0, "maximum": 100.0, "default": 1.0}.items()
     assert top_k["default"] == 0 and top_k["anyOf"][1:] == [{"enum": [-1]}, {"type": "null"}]
+
+
+def test_messages_and_items_have_the_fields_that_are_taken(document: Any) -> None:
+    schemas = document["components"]["schemas"]
+    chat, message = (schemas[name]["properties"]["messages"]["items"] for name in ("ChatFields", "MessageFields"))
+    item = schemas["ResponseFields"]["properties"]["input"]["anyOf"][1]["items"]
+    calls = ["tool_calls", "tool_call_id"]
+    assert list(chat["properties"]) == ["role", "content", *calls, "refusal", "reasoning_content", "reasoning"]
+    assert list(message["properties"]) == ["role", "content"]
+    assert list(item["properties"]) == ["type", "role", "content", "call_id", "name", "arguments", "output"]
+    call = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
+    assert set(chat["properties"]["tool_calls"]["anyOf"][0]["items"]["properties"]) == set(call)
+    parse_chat(json.dumps({"model": "demo", "messages": [{"role": "assistant", "tool_calls": [call]}]}).encode())
+    says_nothing = [{"role": "assistant", "content": None}]
+    assert {"type": "null"} in chat["properties"]["content"]["anyOf"]
+    parse_chat(json.dumps({"model": "demo", "messages": says_nothing}).encode())
+    assert {"type": "null"} not in message["properties"]["content"]["anyOf"]
+    with pytest.raises(ApiError):
+        parse_message(json.dumps({"model": "demo", "max_tokens": 8, "messages": says_nothing}).encode())

@@ -111,7 +111,7 @@ def streamed(edge: GatewayHere, **fields: Any) -> dict[str, Any]:
 @pytest.mark.usefixtures("reasons")
 def test_reasoning_is_apart_from_the_content(edge: GatewayHere) -> None:
     message = edge.ask("POST", "/v1/chat/completions", CHAT).json["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "Yes.")
     assert streamed(edge) == {"reasoning_content": "Hm.", "content": "Yes."}
 
 

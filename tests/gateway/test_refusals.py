@@ -388,6 +388,9 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
     [
         (CHAT, {"frequency_penalty": 2.3}, "frequency_penalty: 2.3 is not in [-2, 2]"),
         (CHAT, {"min_p": 1.1}, "min_p: 1.1 is not in [0, 1]"),
+        (CHAT, {"frequency_penalty": 1e39}, "frequency_penalty: 1e+39 is too large for a float32"),
+        (CHAT, {"logit_bias": {"1": -1e39}}, "logit_bias: -1e+39 is too large for a float32"),
+        (CHAT, {"priority": 1 << 31}, "priority: 2147483648 is not in [-2147483648, 2147483647]"),
         ("/v1/completions", {"prompt": [3, -5]}, "prompt: -5 at index 1 is no token id"),
         ("/v1/completions", {"prompt": [[1], [1 << 32]]}, "prompt: 4294967296 at index 0 is no token id"),
         (CHAT, {"logit_bias": {"1": 1, "foo": 1}}, "logit_bias: 'foo' is no token id, as its keys must be"),

@@ -404,7 +404,12 @@ CASES = (
     Case("ref to nothing", {"$ref": "#/$defs/a"}, refused="$ref: #/$defs/a leads nowhere"),
     Case("ref to nothing that nothing reads", {**INTEGER, "$defs": {"a": {"$ref": "#/$defs/b"}}}, [1], ["a"]),
     Case("ref in a keyword of somebody's own", {**INTEGER, "x-meta": {"$ref": "#/nowhere"}}, [1], ["a"]),
-    Case("refRemote", {"$ref": "http://example.com/schema.json"}, refused="example.com"),
+    Case("ref to no anchor", {"$ref": "#a"}, refused="$ref: #a leads nowhere"),
+    Case(
+        "refRemote",
+        {"$ref": "http://example.com/a.json"},
+        refused="$ref or $schema: http://example.com/a.json is another document",
+    ),
     Case("anchor", {"$defs": {"a": {"$anchor": "foo", "type": "integer"}}, "$ref": "#foo"}, [1], ["x"]),
     Case("dynamicRef", {"$defs": {"a": {"$dynamicAnchor": "n"}}, "$dynamicRef": "#n"}, refused="dynamicRef"),
     Case(

