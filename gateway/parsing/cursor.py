@@ -14,6 +14,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 """Reads something and returns it. It yields when it needs more text."""
 Take = Callable[[str], object]
+"""A function that gets each piece of a text that was read."""
 
 _SPACE_RUN = re.compile(rf"[{SPACE}]+")
 _STRING_RUN = re.compile(r'[^"\\]+')
@@ -156,9 +157,9 @@ class Cursor:
             raise Mismatch from None
 
     def json_object(self, take: Take) -> Reading[None]:
-        """Takes an object of JSON as it is written. Raises Mismatch.
+        """Reads an object of JSON, and passes its text to `take` in pieces, as it is written. Raises Mismatch.
 
-        Checks only strings and brackets, so a value may be anything.
+        Checks only strings and brackets, so a value may be anything. What was passed before a Mismatch stays passed.
         """
         if (yield from self.peek()) != "{":
             raise Mismatch

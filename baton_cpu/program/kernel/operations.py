@@ -312,9 +312,9 @@ def _store(call, fields, store, row, panel, num_outputs, sums, like):
     """Stores one row's products with one panel in the target buffer, in the way that `store`, a Store, says. `row` and
     `panel` are indices, and `num_outputs` counts the outputs of the whole weight.
 
-    `sums` is a float32 array with the PANEL_WIDTH products, to which the bias is added in place. `call` holds the int64
-    words that describe the run of the program (see Call), `fields` those of the operation (see Field). `like` is any
-    array of the model's dtype (uint16 for bfloat16).
+    `sums` is a float32 array with the PANEL_WIDTH products, to which the bias, if any, is added in place. `call` holds
+    the int64 words that describe the run of the program (see Call), `fields` those of the operation (see Field). `like`
+    is any array of the model's dtype (uint16 for bfloat16).
     """
     base = call[Call.BUFFERS + 2 * fields[Field.TARGET]]
     length = call[Call.BUFFERS + 2 * fields[Field.TARGET] + 1]
