@@ -53,6 +53,7 @@ def pair(
         ),
         decode_args=(
             "--receive-budget-bytes=1",
+            "--disabled-fast-paths=prefix_routing",  # else one replica may have all prompts cached, and get all rows
             f"--prefill-timeout-s={TIMEOUT_S}",
             f"--handoff-progress-timeout-s={TIMEOUT_S}",
         ),

@@ -43,6 +43,7 @@ def pair(large_kv_model: Path, forked: Callable[..., LocalPair]) -> Iterator[Run
         ),
         decode_args=(
             "--receive-budget-bytes=1",
+            "--disabled-fast-paths=prefix_routing",  # else one replica may have all prompts cached, and get all rows
             "--prefill-timeout-s=2",
             f"--handoff-progress-timeout-s={SILENT_TIMEOUT_S}",
         ),
