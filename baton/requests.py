@@ -236,7 +236,7 @@ def _sampling_params(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
             raise TypeError(f"there is no option {name!r}")
         try:
             if name == "logit_bias":
-                params.logit_bias.update({token_id: _float32(bias) for token_id, bias in value.items()})
+                params.logit_bias.update({token_id: _float32(bias) for token_id, bias in dict(value).items()})
             elif name in _LISTS:
                 if name == "allowed_token_ids" and not value:
                     raise ValueError("is empty, which would allow no token")

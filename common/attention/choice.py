@@ -22,7 +22,7 @@ AttentionKind = Literal["kernels", "torch"]
 
 
 class AttentionEngine(Protocol):
-    """What a compiled engine for CPUs does for attention."""
+    """The part of a compiled engine for CPUs that attention uses."""
 
     def new_attention(
         self,

@@ -27,7 +27,7 @@ from common.telemetry.stats import ForwardCounts
 
 
 class HeadEngine(AttentionEngine, Protocol):
-    """What a compiled engine for CPUs does for draft heads."""
+    """The part of a compiled engine for CPUs that draft heads use."""
 
     def head_kernels(self) -> Kernels:
         """Returns the kernels that the layers of draft heads use."""

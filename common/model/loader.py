@@ -50,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class ModelEngine(AttentionEngine, Protocol):
-    """What a compiled engine for CPUs does for models. Other ranks get it too, so it can be pickled."""
+    """The part of a compiled engine for CPUs that models use. It can be pickled, because all ranks get it."""
 
     def keep_kernels(self, directory: Path | None) -> None:
         """Sets the directory where this process stores compiled kernels and looks them up from now on.

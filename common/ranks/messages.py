@@ -14,7 +14,7 @@ from common.model.part import Collective
 
 
 class RankEngine(Protocol):
-    """What a compiled engine for CPUs does for ranks. All ranks get it, so it can be pickled."""
+    """The part of a compiled engine for CPUs that ranks use. It can be pickled, because all ranks get it."""
 
     def collective_bytes(self, num_ranks: int) -> int:
         """Returns the size of the memory that `new_collective` takes."""

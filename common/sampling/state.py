@@ -73,7 +73,7 @@ class DrawKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """What a request brings when it enters pool row `row`: how its tokens are sampled, and the tokens that it has.
+    """The start of a request in pool row `row`: how its tokens are sampled, and the tokens that it has already.
 
     The first `prompt_len` of `token_ids` are the prompt. Those after it are output that the request has already.
     """

@@ -88,8 +88,8 @@ class _SaidPart(NamedTuple):
 
 
 class _LeftOut(NamedTuple):
-    """What a template leaves out of a conversation: the `first` part that it has to keep, or None, and the contents of
-    the messages with the indices `unsaid`, which it may leave out.
+    """The parts of a conversation that a template leaves out: `first` is the first part that it has to keep, or None.
+    `unsaid` are the indices of messages whose contents it may leave out.
     """
 
     first: _SaidPart | None = None

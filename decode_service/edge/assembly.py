@@ -48,7 +48,7 @@ CONNECTION_AGE_S = 30.0  # within this time other gRPC clients than Baton's find
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgePlan:
-    """What an edge is built from, besides its engine. It can be sent to another process.
+    """The values from which an edge is built, besides its engine. They can be sent to another process.
 
     At most `max_live` requests are live, and the log-probabilities of their prompts take at most
     `max_prompt_logprob_bytes`. If the server `shares_port`, other edges listen on it too.

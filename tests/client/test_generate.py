@@ -365,6 +365,7 @@ async def test_a_server_that_breaks_the_order_is_an_internal_error(
         ({"prompt": "a", "seed": 2**64}, "sampling.seed"),
         ({"prompt": "a", "stop": "END"}, "sampling.stop"),
         ({"prompt": "a", "logit_bias": {-1: 0.0}}, "sampling.logit_bias"),
+        ({"prompt": "a", "logit_bias": [1]}, "sampling.logit_bias"),
         ({"prompt": "a", "bad_words": "word"}, "sampling.bad_words"),
         ({"prompt": "a", "allowed_token_ids": []}, "sampling.allowed_token_ids"),
         ({"prompt": "a", "regex": "a", "json_schema": "{}"}, "sampling.json_schema"),
