@@ -202,7 +202,9 @@ def _decode_demand(sample: DecodeSample) -> float:
 
 
 def _need(now: int, services: Sequence[Sequence[float]], *, is_held: bool) -> Need:
-    """`services` has each service's demand in each part of the window."""
+    """Returns how many services of one kind the load needs. `services` has each one's demand in each part of the
+    window, and `now` is their number. If `is_held`, no number is wanted.
+    """
     demands = [sum(part) for part in zip(*services, strict=True)]
     mean, peak = _mean(demands), max(demands, default=0.0)
     least = max(1, math.ceil(mean / HIGH - _EPSILON))

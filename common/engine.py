@@ -145,15 +145,15 @@ def warm_kernels(
     @torch.inference_mode()
     def compile_kernels() -> None:
         for shape in shapes:
-            window = _padding_forward(shape, pool, model.layer_group.name)
-            output = model.forward(window)
+            padding = _padding_forward(shape, pool, model.layer_group.name)
+            output = model.forward(padding)
             if draft is None:
                 continue
             assert output.hidden is not None, "the target captures what the head reads"
-            window = replace(window, kv=pool.buffers[draft.layer_group.name], windows=())
+            padding = replace(padding, kv=pool.buffers[draft.layer_group.name], windows=())
             hidden = draft.fuse(output.hidden)
             for layer in range(draft.layer_group.num_layers):
-                draft.forward(window, hidden, layer=layer)
+                draft.forward(padding, hidden, layer=layer)
 
         if draws is not None:
             compile_draws(draws)

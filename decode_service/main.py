@@ -33,7 +33,7 @@ from common.rpc.tls import channel_credentials
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
 from common.service.process import Process
-from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
+from common.service.runtime import Runtime, StepMemory, config_of, memory_beside
 from common.service.server import FrontServer
 from common.telemetry.metrics import EngineMetrics, GrammarMetrics, MaskMetrics, SpeculationMetrics
 from common.telemetry.stats import OnStep, StepStats
@@ -245,18 +245,12 @@ def client_weights(settings: DecodeSettings) -> dict[str, float]:
 
 def engine_config(settings: DecodeSettings, draft: DraftHead | None) -> DecodeConfig:
     """Returns the engine's options from the settings. Raises the errors of `speculation_of`."""
-    return DecodeConfig(
-        **common_config(settings),
+    return replace(
+        config_of(DecodeConfig, settings),
         spec_info=NO_DRAFTS if draft is None else speculation_of(settings, draft),
-        prefix_routing=settings.uses(FastPath.PREFIX_ROUTING),
         local_prefill_tokens=settings.max_short_prompt,
-        prefill_fallback=settings.prefill_fallback,
         replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
-        max_handoff_attempts=settings.max_handoff_attempts,
-        prefill_timeout_s=settings.prefill_timeout_s,
-        best_priority=settings.best_priority,
         client_weights=client_weights(settings),
-        reclaim_after_s=settings.reclaim_after_s,
     )
 
 

@@ -152,8 +152,8 @@ class ApiKeys:
 
     def check(self, headers: Sequence[tuple[bytes, bytes]], *, takes_bare: bool = False) -> str:
         """Checks the key in a request's headers. Raises ApiError 401 unless it is a configured one.
-        Without configured keys every request passes. With `takes_bare` the key may also come in `x-api-key`, or in both
-        headers if it is the same.
+        Without configured keys every request passes. The key comes in `authorization`; with `takes_bare` it may also
+        come in `x-api-key`, or in both if it is the same key.
 
         Returns a name for the key, such as "key 1", if several are configured, and else "". The check takes the same
         time however much of a wrong key is right.

@@ -169,7 +169,8 @@ class _Answering:
     async def stream(self, choices: Choices, send: Send) -> None:
         """Sends the answer as server-sent events.
 
-        An error before the first event is raised as by `whole`. A later error ends the stream.
+        An error before the status is sent, when every choice is admitted, is raised as by `whole`. A later one becomes
+        the stream's last event.
         """
         answer, tally = await self._begin(choices)
         writer = EventStreamWriter(send)

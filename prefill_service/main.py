@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import structlog
 
-from common.config.fast_paths import FastPath
 from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
 from common.errors import StartupError
@@ -21,7 +21,7 @@ from common.kv.shared_pool import SharedPool
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.life import ServiceLife
 from common.service.process import Process
-from common.service.runtime import Runtime, StepMemory, common_config, memory_beside
+from common.service.runtime import Runtime, StepMemory, config_of, memory_beside
 from common.service.server import ServerLimits, open_server
 from common.telemetry.metrics import EngineMetrics, GrammarMetrics
 from common.telemetry.stats import OnStep
@@ -140,16 +140,7 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
 
 def engine_config(settings: PrefillSettings) -> PrefillConfig:
     """Returns the engine's options, as the settings say."""
-    return PrefillConfig(
-        **common_config(settings),
-        chunk_tokens=settings.chunk_tokens,
-        max_batch_tokens=settings.most_batch_tokens,
-        draft_topk=settings.draft_topk,
-        send_budget_bytes=settings.send_budget_bytes,
-        max_segment_bytes=settings.max_segment_bytes,
-        max_queued_rows=settings.max_queued_rows,
-        early_sending=settings.uses(FastPath.EARLY_SENDING),
-    )
+    return replace(config_of(PrefillConfig, settings), max_batch_tokens=settings.most_batch_tokens)
 
 
 def new_engine(

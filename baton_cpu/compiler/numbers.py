@@ -42,7 +42,7 @@ class NumberFormat(NamedTuple):
 
 
 def number_format(dtype: torch.dtype) -> NumberFormat:
-    """Returns the form in which kernels get tensors of `dtype`: float32, bfloat16, float16, or the bits of FP8."""
+    """Returns the form in which kernels get tensors of `dtype`: float32, bfloat16, float16, or uint8 (bits of FP8)."""
     return _FORMATS[dtype]
 
 

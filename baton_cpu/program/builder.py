@@ -114,7 +114,7 @@ def with_capture(decoder: FusedDecoder, capture: HiddenCapture | None) -> FusedD
     """Returns `decoder` changed so that its program also writes the hidden states that `capture` names, side by side,
     to buffer STATES. Returns it unchanged if `capture` is None.
 
-    The first operation of each of the program's layers must have Field.SHOWS_LAYER set, and its last LINEAR must
+    The first LINEAR of each of the program's layers must have Field.SHOWS_LAYER set, and the program's last one must
     normalise the output of the last layer.
     """
     if capture is None:
@@ -231,7 +231,8 @@ class ProgramBuilder:
         weight.
 
         With `norm` [inputs] the rows are RMS-normalised first, with `epsilon`. With `selected_rows` only the rows whose
-        logits are wanted are computed. `shows_layer` marks the first operation of a layer of the model.
+        logits are wanted are computed. Set `shows_layer` for the first LINEAR of each layer of the model: there the
+        kernel counts progress, and `with_capture` copies the layer's input.
         """
         num_outputs, width = weight.shape
         num_panels = -(-num_outputs // PANEL_WIDTH)

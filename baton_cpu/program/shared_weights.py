@@ -25,11 +25,11 @@ PART_BYTES = 16 << 20  # copied at once: malloc keeps as much for the next part,
 
 @dataclass(frozen=True, slots=True)
 class PanelRows:
-    """A weight [outputs, inputs] inside `panels` [panels, steps, PANEL_WIDTH, inputs of a step].
+    """A weight [outputs, inputs] inside `panels` [panels, steps, PANEL_WIDTH, inputs of a step], which may hold others.
 
-    A panel has PANEL_WIDTH lanes, and each lane holds one output's weights. The weight lies in lanes `lanes[0]` to
-    `lanes[1]` of every panel. Counted panel by panel, its outputs are those from `start` to `stop` in these lanes. Ends
-    are exclusive.
+    A panel has PANEL_WIDTH lanes, and each lane holds the row of one output. This weight uses the lanes from `lanes[0]`
+    to `lanes[1]`. If the rows in these lanes are numbered through all panels, one panel after the other, its rows are
+    those from `start` to `stop`. Ends are exclusive.
     """
 
     panels: Tensor

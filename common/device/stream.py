@@ -252,8 +252,8 @@ class Stream(Protocol):
     def close(self, timeout_s: float) -> None:
         """Lets the work enqueued so far finish, then stops the stream. A second call does nothing.
 
-        Raises DeviceTimeout if the work does not finish in time. Then work that has not begun is dropped, and its
-        events complete with StreamClosed. Work that hangs keeps its references.
+        Raises DeviceTimeout if the work does not finish within `timeout_s`. Work that hangs keeps its references. Work
+        that has not begun is dropped then, and its events complete with StreamClosed; on CUDA it stays enqueued.
         """
 
 

@@ -231,7 +231,8 @@ def _require_tokens(
 ) -> None:
     """Raises StartupError if the KV of `num_tokens` tokens is more than the free memory.
 
-    `beside_bytes` is the memory needed besides the pool. The message subtracts it to say how many tokens would fit.
+    `beside_bytes` is the memory needed besides the pool. It does not count in the check, only in the error, which says
+    how many tokens would fit beside it.
     """
     if (needed := pool.of(num_rows, num_tokens)) > memory.free_bytes:
         num_fitting = pool.fitting(num_rows, memory.free_bytes - beside_bytes)

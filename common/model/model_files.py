@@ -133,7 +133,10 @@ def one_line(error: BaseException) -> str:
 
 
 def read_config(directory: Path) -> Any:
-    """Reads the config in `directory` as an object of transformers. Raises UnsupportedModel, naming file and field."""
+    """Reads the config in `directory` as an object of transformers.
+
+    Raises UnsupportedModel, which names the file, and the field if one is at fault.
+    """
     place = f"{directory.name}/{CONFIG}"
     raw = read_object(directory / CONFIG)
     _refuse_changed_weights(directory, raw)

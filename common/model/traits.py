@@ -170,10 +170,11 @@ def _probe_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """Returns what the attention mask allows: None if each token attends itself and all earlier tokens, the size of the
-    window as a tensor [] if it attends only the last of these, and otherwise the mask.
+    """Returns a mask in short form: None if each token attends itself and all earlier tokens; the number of tokens as a
+    tensor [] if it attends only a window of the latest ones; otherwise the mask itself, at some of the keys.
 
-    transformers calls this to build the mask. The probe refuses a model that passes another mask to a layer.
+    transformers calls this to build the mask, and the model passes the result to its layers. The probe accepts None,
+    or the size of the layer's own window, and refuses everything else.
     """
     queries = q_offset + torch.arange(q_length, device=device).unsqueeze(1)
     spread = torch.arange(0, kv_length, 1 + kv_length // _MAX_KEYS, device=device)

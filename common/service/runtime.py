@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -25,7 +25,7 @@ from common.device.factory import allow_tf32, open_device
 from common.device.stream import Device
 from common.draft.load import load_draft
 from common.draft.paged_head import PagedHead
-from common.engine import EngineParts
+from common.engine import EngineConfig, EngineParts
 from common.errors import StartupError
 from common.host.cores import num_compute_threads
 from common.kv.layer_group import LayerGroupSpec, num_kept_before
@@ -54,6 +54,8 @@ from common.telemetry.stats import ForwardCounts
 from common.telemetry.timeline import Timeline
 from common.wire.codec_fingerprint import PROTOCOL_VERSION
 from common.wire.fingerprint import Fingerprint
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 _FUSED_SHARE_OF_CORES = 1.0
 """The share of the cores that a fused forward uses, in both services.
@@ -214,23 +216,17 @@ def _num_stream_threads(settings: ServiceSettings) -> int:
     return max(1, num_compute_threads(settings.num_threads, settings.share_of_cores) // settings.tensor_parallel)
 
 
-class CommonConfig(TypedDict):
-    """The fields of EngineConfig."""
+def config_of(kind: type[ConfigT], settings: ServiceSettings) -> ConfigT:
+    """Returns an engine's options with the values of the settings that have the same names.
 
-    overlap: bool
-    prefix_cache: bool
-    ageing: Ageing
-    debug_checks: bool
-
-
-def common_config(settings: ServiceSettings) -> CommonConfig:
-    """Returns the options of both engines, as the settings say."""
-    return CommonConfig(
-        overlap=settings.uses(FastPath.OVERLAP),
-        prefix_cache=settings.uses(FastPath.PREFIX_CACHE),
-        ageing=Ageing(step_s=settings.priority_step_s),
-        debug_checks=settings.debug_checks,
-    )
+    An option named after a fast path says whether it is used. An option without a setting, or whose setting is None,
+    has its default.
+    """
+    options: dict[str, Any] = {str(path): settings.uses(path) for path in FastPath}
+    options |= {name: getattr(settings, name) for name in type(settings).model_fields}
+    options["ageing"] = Ageing(step_s=settings.priority_step_s)
+    names = {each.name for each in fields(kind)}
+    return kind(**{name: value for name, value in options.items() if name in names and value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

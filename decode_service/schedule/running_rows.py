@@ -29,8 +29,8 @@ class RunningRows:
     new for each stay of a request in a row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps
     whose results are not taken yet; each adds at least one token, unless it fails. `num_unread` [rows] counts the
     tokens that the draft head had not read after the last step whose results were taken. `drafts` has the figures of
-    drafting since a request entered its row; `leave` adds them to the request's `speculation`. `max_depth` is the
-    deepest level ever drafted.
+    drafting since a request entered its row; `leave` adds them to the request's `speculation`. A step drafts
+    at most `max_depth` levels.
     """
 
     def __init__(self, *, max_rows: int, max_context_tokens: int, max_depth: int) -> None:
@@ -154,7 +154,7 @@ class RunningRows:
 class DraftTallies:
     """The drafting and verification figures of all running requests since they entered their rows, in one table.
 
-    A step adds the figures of all its rows at once. `max_depth` is the deepest level ever drafted.
+    A step adds the figures of all its rows at once. A step drafts at most `max_depth` levels.
     """
 
     def __init__(self, num_rows: int, *, max_depth: int) -> None:

@@ -28,5 +28,5 @@ class PrefillConfig(EngineConfig):
 
     @property
     def tokens_in_flight(self) -> int:
-        """The most tokens of a row that are written past those that are known to be computed: two chunks."""
+        """For how many tokens of a row forwards in flight may write KV: two chunks, as at most two are in flight."""
         return 2 * self.chunk_tokens

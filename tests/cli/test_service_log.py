@@ -45,6 +45,7 @@ def test_failures_that_end_no_process_are_told_and_other_lines_where_they_help(
         line("pool_sized", max_rows=32, max_kv_tokens=32768),
         line("engine_stalled", "error", part="stream forward", still_s=3.5),
         line("engine_moves_again", part="stream forward", still_s=12.0),
+        line("fused_forward_failed", "warning", error="no space is left"),
         "[]",
         '"text"',
     ]
@@ -55,6 +56,7 @@ def test_failures_that_end_no_process_are_told_and_other_lines_where_they_help(
         "has room for 32 requests with 32768 tokens of KV in all",
         "stalls: stream forward has not moved for 3.5 s",
         "goes on: stream forward moves again, after 12.0 s",
+        "serves by PyTorch's operators: no space is left",
     ]
 
 

@@ -17,8 +17,8 @@ Run = Callable[[bytes], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A fuzz target. `inputs` takes seeds and draws inputs that follow the format. A target that `is_pure` uses no
-    network, so that code coverage can guide its inputs.
+    """A fuzz target. `inputs` takes seeds and draws inputs that follow the format. A target that `is_pure` runs in one
+    process and uses no network, so that code coverage can guide its inputs.
     """
 
     name: str
