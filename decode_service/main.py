@@ -24,8 +24,8 @@ from common.draft.head import DraftHead
 from common.errors import StartupError
 from common.kv.pool import CopyKv
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
+from common.model.generation_config import read_sampling_defaults
 from common.model.model_files import GENERATION_CONFIG
-from common.model.sampling_defaults import read_sampling_defaults
 from common.rpc.bearer_tokens import authorization, read_tokens
 from common.rpc.grpc_options import Metadata
 from common.rpc.name_lookup import look_up

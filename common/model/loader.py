@@ -18,9 +18,9 @@ from common.attention.fp8_kv import Fp8Attention, KvScale
 from common.errors import UnsupportedModel
 from common.kv.layer_group import KV_FP8, TARGET_GROUP, LayerGroupSpec, WindowLayers
 from common.model.cutting import add_up, cut_model
-from common.model.end_tokens import end_token_ids, read_end_tokens
 from common.model.forward_probe import check_forwards
 from common.model.forward_program import NewProgram
+from common.model.generation_config import end_token_ids, read_end_tokens
 from common.model.gpu_experts import use_recordable_experts
 from common.model.model_files import (
     ModelFiles,

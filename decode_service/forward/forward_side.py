@@ -14,20 +14,19 @@ import numpy as np
 import torch
 
 from common.device.stream import Device, Scope, Stream
-from common.draft.graphed_head import GraphedHead
 from common.engine import EngineParts, warm_kernels
 from common.kv.pool import KvPool
 from common.kv.pool_size import LOGIT_BYTES
 from common.kv.rows import PADDING_ROW
 from common.kv.slot_allocator import PADDING_SLOT
 from common.model.forward_graphs import ForwardGraphs, batch_sizes
-from common.model.graphed_target import GraphedTarget
 from common.model.target import Target
 from common.sampling.state import NUM_NEEDS, SamplingBatch, SamplingState
 from decode_service.forward.drafter import Drafter, NoDrafter
 from decode_service.forward.eagle_drafter import EagleDrafter, MultiLayerEagleDrafter
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import FutureMap
+from decode_service.forward.graphed_models import GraphedHead, GraphedTarget
 from decode_service.forward.worker import Worker
 from decode_service.speculate.spec_info import SpecInfo
 

@@ -18,7 +18,7 @@ import pytest
 from common.checkpoints.cache import CannotBeMade, OnProgress, make_once, run_python, silent
 from common.checkpoints.demo_model import demo_model_path, ensure_demo_model, fetch_gguf, unpack_gguf
 from common.errors import StartupError
-from common.model.sampling_defaults import read_sampling_defaults
+from common.model.generation_config import read_sampling_defaults
 
 
 class FakeSource:

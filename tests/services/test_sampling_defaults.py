@@ -17,7 +17,7 @@ from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from common.config.settings import DecodeSettings
 from common.errors import UnsupportedModel
-from common.model.sampling_defaults import read_sampling_defaults
+from common.model.generation_config import read_sampling_defaults
 from decode_service import main as decode_main
 from tests.support.free_ports import free_address
 from tests.support.services_here import serving_here

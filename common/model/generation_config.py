@@ -1,4 +1,4 @@
-"""Finds the tokens that end a model's output: all that its generation config, config and tokenizer name.
+"""Reads the tokens that end a model's output, and the sampling options that its generation config recommends.
 
 Defaults of the config's class are ignored, because they belong to another checkpoint.
 """
@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
 from common.errors import UnsupportedModel
 from common.model.model_files import CONFIG, GENERATION_CONFIG, read_object
-from common.sampling.params import MAX_END_TOKEN_IDS
+from common.sampling.params import MAX_END_TOKEN_IDS, NUMBER_OPTIONS
 
 _FIELD = "eos_token_id"
 _CONFIGS = (GENERATION_CONFIG, CONFIG)
+_OPTIONS = {name: option for name, option in NUMBER_OPTIONS.items() if hasattr(GenerationConfig(), name)}
+"""The options that transformers has by the same name, which generation_config.json may therefore set."""
 
 
 def read_end_tokens(directory: Path) -> dict[int, str]:
@@ -51,6 +55,41 @@ def end_token_ids(
         source = next(iter(sources.values()))
         raise UnsupportedModel(f"{source}: {len(sources)} end tokens, more than {MAX_END_TOKEN_IDS}")
     return tuple(sources)
+
+
+def read_sampling_defaults(directory: Path) -> Mapping[str, float]:
+    """Returns the options that generation_config.json names, by name. Options that are null count as absent.
+
+    As for transformers, `do_sample: false` means greedy, whatever the temperature, and a whole number may be written as
+    50.0. A `top_p` of 0 leaves the likeliest token, so it means greedy too. A `top_k` of -1 means all tokens, as in
+    other servers; transformers refuses it.
+
+    Raises UnsupportedModel, which names file and field, for a value that a request could not have either.
+    """
+    path = directory / GENERATION_CONFIG
+    content = read_object(path) if path.exists() else {}
+    defaults: dict[str, float] = {}
+    is_greedy = content.get("do_sample") is False
+    for name, option in _OPTIONS.items():
+        if (value := content.get(name)) is None:
+            continue
+        if option.kind is int and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if name == "top_k" and value == -1:
+            value = 0
+        if name == "top_p" and value == 0 and not isinstance(value, bool):
+            is_greedy = True
+            continue
+        is_number = isinstance(value, int if option.kind is int else int | float) and not isinstance(value, bool)
+        if not is_number or (fault := option.fault(value)) is not None:
+            why = f"{fault}" if is_number else f"{json.dumps(value)[:64]} is no number of its kind"
+            raise UnsupportedModel(
+                f"{directory.name}/{GENERATION_CONFIG}: {name}: {why} (generation_config=none ignores it)"
+            )
+        defaults[name] = option.kind(value)
+    if is_greedy:
+        defaults["temperature"] = 0.0
+    return defaults
 
 
 def _ids(value: Any, source: str) -> Sequence[int]:
