@@ -48,3 +48,5 @@ def _is_fused(url: str) -> bool:
         raise OSError(f"{url}: {refusal.code} {refusal.reason}") from None
     except urllib.error.URLError as error:
         raise OSError(f"{url}: {getattr(error.reason, 'strerror', None) or error.reason}") from None
+    except OSError as error:  # of reading the answer, which urllib does not wrap
+        raise OSError(f"{url}: {error}") from None

@@ -1,5 +1,6 @@
-"""uvicorn's HTTP/1.1 connection with a time limit on every wait for the client. It refuses ambiguous HTTP, which
-servers and proxies may read in different ways, before it becomes a request.
+"""uvicorn's HTTP/1.1 connection with time limits for a request's head, for the rest of a body after its answer, and for
+a client that does not read. It refuses ambiguous HTTP, which servers and proxies may read in different ways, before it
+becomes a request. (post_endpoint.py limits the wait for a body.)
 """
 
 from __future__ import annotations

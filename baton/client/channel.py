@@ -1,5 +1,5 @@
 """How clients connect: the servers that an address names, and the gRPC channels to them, with TLS, message sizes,
-keepalive, reconnecting, tokens and the caller's trace context.
+keepalive, reconnecting, bearer tokens and the caller's trace context.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class DecodeSettings(ServiceSettings):
     prefill: Targets = ("127.0.0.1:50052",)
     """HOST:PORT of each prefill service, with commas; dns:///NAME:PORT or file:///PATH for all behind it."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
-    """With draft: draft tokens that one verification checks, 1 to 15; unset: 4."""
+    """With draft: draft tokens a verification checks, 1 to 15; unset: 4, or fewer for a head of fewer layers."""
     num_draft_steps: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
     """With draft_topk above 1: levels of the draft tree."""
     adaptive_depth: bool = True

@@ -291,7 +291,9 @@ def load_model(directory: Path, *, dtype: torch.dtype, attention: str) -> tuple[
 
 
 def _served_config(directory: Path, max_context_tokens: int | None) -> tuple[Any, str]:
-    """Returns the config with which the model in `directory` is built, and what `fix_rotation` returned for it."""
+    """Returns the config with which the model in `directory` is built, and the name of the rotation that the served
+    context chose: "" if it does not depend on the context (see rotation.py).
+    """
     config = read_config(directory)
     with model_faults(f"{directory.name}/config.json"):
         check_config(config, name=directory.name)

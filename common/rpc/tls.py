@@ -44,7 +44,9 @@ def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def _check_authority(setting: str, path: Path) -> None:
-    """Raises ConfigError, which names `setting`, if the file holds no certificates of an authority."""
+    """Raises ConfigError, which names `setting`, if no certificate can be read from the file. Does not check that it is
+    an authority's.
+    """
     try:
         ssl.create_default_context().load_verify_locations(path)
     except (OSError, ValueError) as error:

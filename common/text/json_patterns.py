@@ -1,7 +1,8 @@
 """Patterns of JSON schemas: those of dates, and what makes a pattern match only strings that our grammars write.
 
-llguidance 1.9 writes no control character that has no short escape, and gets patterns wrong that match one: a literal
-one is dropped from the string, and a class with all of them, such as `[^"]`, also matches the quote and the backslash.
+Our grammars allow no `\\u` escapes in strings, so they write no control character without a short escape. Then
+llguidance 1.9 gets patterns wrong that match such a character: it drops a literal one from the string, and a class that
+holds all of them, such as `[^"]`, also matches the quote.
 """
 
 from __future__ import annotations

@@ -112,11 +112,11 @@ class StepTimes:
         self._latest = _TimedStep(depth, num_rows, seconds, is_first)
 
     def _finish(self, *, idle_s: float) -> None:
-        """Adds to the latest step the `idle_s` seconds for which the forward stream waited after it.
+        """Adds `idle_s`, the seconds for which the forward stream was idle after the latest step, to that step's time.
 
-        If one of this step and the step before it drafted and the other did not, the quotient of their times becomes a
-        measurement of the drafting step's depth. It does not if their numbers of rows differ much, or if one of them
-        was the first of its kind.
+        If only one of this step and the one before it drafted, the quotient of their times becomes a measurement for
+        the depth of the one that drafted. Steps with very different numbers of rows are not compared, nor is a step
+        that was the first of its depth with about so many rows.
         """
         before, step = self._before, self._latest
         if step is None:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 from baton.cli.demo import ANSWER_TOKEN_IDS
 from baton.cli.main import app
 from baton.errors import InvalidArgument
+from baton.full_speed import are_fused
 from baton.local_pair import LocalPair
 from baton.running_pairs import running_pairs
 from baton.service_process import ChildProcess
@@ -443,6 +445,20 @@ def test_interrupting_generate_cancels_the_call(server: ScriptedServer) -> None:
         generate.communicate(timeout=BOUND_S)
     assert generate.returncode == 130
     assert server.inference.call_ended.wait(BOUND_S)
+
+
+def test_a_metrics_page_that_breaks_off_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+
+        def break_off() -> None:
+            listening.accept()[0].close()
+
+        breaking = threading.Thread(target=break_off)
+        breaking.start()
+        with pytest.raises(OSError, match=f"^http://{address}/metrics: "):
+            are_fused([address])
+        breaking.join(BOUND_S)
 
 
 @pytest.fixture
