@@ -9,6 +9,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -208,7 +209,7 @@ class _BoundedConnection(H11Protocol):
             return False
         if not self._is_lingering:
             self._is_lingering = True
-            if transport.can_write_eof():
+            with suppress(OSError):  # the client has read the answer and left
                 transport.write_eof()
             self.flow.resume_reading()
             self._head_alarm.set(self.http_limits.head_timeout_s, transport.abort)

@@ -92,7 +92,9 @@ class GatewayServer:
             max_reading_bytes=_MAX_LARGE_BODIES * settings.max_request_bytes,
         )
         self._status = _status_collector(settings)
-        self._served_model = ServedModel(self._client, names=settings.served_model_name)
+        self._served_model = ServedModel(
+            self._client, timeout_s=settings.admission_timeout_s, names=settings.served_model_name
+        )
         app = build_app(
             client=self._client,
             served_model=self._served_model,
@@ -234,7 +236,7 @@ def open_decode_client(settings: GatewaySettings) -> AsyncClient:
             ",".join(settings.decode),
             tls=decode_tls(settings),
             token=token,
-            rpc_timeout_s=RPC_TIMEOUT_S,
+            rpc_timeout_s=max(RPC_TIMEOUT_S, settings.admission_timeout_s),
             resume=True,
             resume_timeout_s=settings.resume_timeout_s,
             admission_timeout_s=settings.admission_timeout_s,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton import AsyncClient
-from baton.errors import BatonError
+from baton.errors import BatonError, Unavailable
 from baton.server_info import ModelInfo
 from common.text.output_formats import FORMATS, NONE, OutputFormat
 from gateway.errors import ApiError
@@ -53,19 +53,22 @@ class ModelCard:
 class ServedModel:
     """Knows which model the decode service serves, and asks again when the answer is old, because the model may change.
 
-    Concurrent callers share one call. `names`, if there are any, replace the model's own name.
+    Concurrent callers share one call, and each waits for it for `timeout_s` at most. `names`, if there are any, replace
+    the model's own name.
     """
 
     def __init__(
         self,
         client: AsyncClient,
         *,
+        timeout_s: float,
         names: tuple[str, ...] = (),
         max_age_s: float = _MAX_AGE_S,
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
+        self._timeout_s = timeout_s
         self._names = names
         self._max_age_s = max_age_s
         self._clock = clock
@@ -88,12 +91,17 @@ class ServedModel:
         return self._card
 
     async def card(self) -> ModelCard:
-        """Returns the served model. If nothing is `known` yet, waits for the call, and raises its BatonError."""
+        """Returns the served model. If nothing is `known` yet, waits for the call, and raises its BatonError, or
+        Unavailable if it has not ended in time.
+        """
         if (card := self.known()) is not None:
             return card
-        assert self._asking is not None
-        answer = await asyncio.shield(self._asking)  # a caller that leaves must not cancel the call for the others
-        if isinstance(answer, BatonError):
+        asking = self._asking
+        assert asking is not None
+        await asyncio.wait((asking,), timeout=self._timeout_s)  # who leaves does not cancel the call for the others
+        if not asking.done():
+            raise Unavailable(f"it has not said within {self._timeout_s:g} s which model it serves")
+        if isinstance(answer := asking.result(), BatonError):
             raise answer
         return answer
 

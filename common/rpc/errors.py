@@ -21,7 +21,7 @@ _MAX_MESSAGE_BYTES = 1024
 
 _NOT_CONNECTED = re.compile(
     r"(?:failed to connect to all addresses|connections to all backends failing); last error: "
-    r"[A-Z_]+: ipv[46]:(?P<address>\S+): (?P<why>.*)",
+    r"(?:[A-Z_]+: )?ipv[46]:(?P<address>\S+): (?P<why>.*)",
     re.DOTALL,
 )
 _NOT_FOUND = re.compile(r"errors resolving (?P<address>\S+): .*", re.DOTALL)
@@ -29,6 +29,7 @@ _REMOTE = "Failed to connect to remote host: "
 _WORDS = (
     ("Connection refused", "nothing listens at {address} (connection refused)"),
     (_REMOTE, "{address} cannot be reached: {cause}"),
+    ("backend unhealthy", "{address} says that it is not ready"),
     (
         "http1.x server",
         "{address} speaks HTTP/1 and no gRPC: it may be Baton's gateway; the decode service has an address of its own, "

@@ -482,6 +482,17 @@ async def test_the_only_server_hangs(server: ScriptedServer, open_client: OpenCl
     assert (await client.call("load")).instance_id == "first"
 
 
+async def test_servers_that_are_not_ready_are_told_as_such(
+    scripted: list[ScriptedServer], open_client: OpenClient
+) -> None:
+    for server in scripted:
+        set_ready(server, False)
+    addresses = ",".join(server.address for server in scripted)
+    client = open_client(addresses, resume=True, admission_timeout_s=0.3)
+    with pytest.raises(errors.Unavailable, match=r"^127\.0\.0\.1:\d+ says that it is not ready$"):
+        await client.call("complete", "Hi")
+
+
 @pytest.mark.parametrize("bound", ["resume_timeout_s", "admission_timeout_s"])
 async def test_the_wait_for_a_server_ends_when_a_generation_gives_up(
     silent: str, open_client: OpenClient, bound: str

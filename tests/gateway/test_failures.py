@@ -247,7 +247,7 @@ def test_a_decode_service_that_does_not_tokenise_in_time_is_unavailable(
 ) -> None:
     monkeypatch.setattr(main, "RPC_TIMEOUT_S", 2.0)
     scripted.inference.tokenizing_s = BOUND_S
-    with gateway_here(loop, scripted.address) as here:
+    with gateway_here(loop, scripted.address, admission_timeout_s=2.0) as here:
         answer = here.ask("POST", "/tokenize", {"prompt": "a"})
     assert (answer.status, answer.error["code"]) == (503, "unavailable")
     assert "has not answered in time" in answer.error["message"]

@@ -98,6 +98,18 @@ def test_who_sends_a_whole_body_before_it_reads_gets_the_answer(
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'{"error":' in answer
 
 
+def test_who_leaves_with_the_answer_while_its_body_is_on_the_way_is_no_failure(
+    loop: LoopThread, scripted: ScriptedServer
+) -> None:
+    head = "POST /nowhere HTTP/1.0\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n".encode()
+    with gateway_here(loop, scripted.address) as gateway:
+        for _ in range(40):  # most of them leave before the gateway closes its side
+            with socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as connection:
+                connection.sendall(head + bytes(1_000_000))
+                assert connection.recv(4096).startswith(b"HTTP/1.1 404 ")
+        wait_until(lambda: gateway.metric("baton_gateway_requests_total", route="other", status="404") == 40)
+
+
 def test_who_sends_on_after_the_answer_is_cut_off(loop: LoopThread, scripted: ScriptedServer) -> None:
     limits = {"head_timeout_s": SHORT_S}
     with gateway_here(loop, scripted.address, max_request_bytes=SMALLEST, limits=limits) as gateway:

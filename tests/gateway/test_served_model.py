@@ -54,7 +54,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def served(decode: Decode, clock: Clock) -> ServedModel:
-    return ServedModel(decode, max_age_s=30.0, clock=clock)  # type: ignore[arg-type]
+    return ServedModel(decode, timeout_s=BOUND_S, max_age_s=30.0, clock=clock)  # type: ignore[arg-type]
 
 
 async def turns() -> None:
@@ -88,6 +88,15 @@ async def test_its_failure_is_that_of_all_and_the_next_asks_again(served: Served
     assert len(decode.questions) == 1
     await known(served, decode, "demo")
     assert len(decode.questions) == 2
+
+
+async def test_no_caller_waits_longer_than_for_admission(decode: Decode) -> None:
+    served = ServedModel(decode, timeout_s=0.05)  # type: ignore[arg-type]
+    with pytest.raises(Unavailable, match="not said within 0.05 s which model it serves"):
+        await served.card()
+    decode.questions[0].set_result(Info("demo"))
+    await turns()
+    assert (await served.card()).name == "demo"
 
 
 async def test_a_caller_that_leaves_does_not_end_the_question(served: ServedModel, decode: Decode) -> None:
