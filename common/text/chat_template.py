@@ -102,7 +102,12 @@ _CALL = ToolCall("f", "{}", "id")
 _CALLING = ChatMessage("assistant", tool_calls=(_CALL,))
 _CALLING_TWICE = ChatMessage("assistant", tool_calls=(_CALL, _CALL))
 _ANSWER = ChatMessage("tool", "t", tool_call_id="id", name="f")
-_MARKED_TOOL = Tool("qzfzq", "qzdzq", json.dumps({"type": "object", "properties": {"qzpzq": {"type": "string"}}}))
+_MARKED_PARAMETERS = {
+    "type": "object",
+    "properties": {"qzpzq": {"type": "string", "description": "w"}},  # some templates read it of every parameter
+    "required": ["qzpzq"],
+}
+_MARKED_TOOL = Tool("qzfzq", "qzdzq", json.dumps(_MARKED_PARAMETERS))
 _WITH_TOOL = TemplateOptions((_MARKED_TOOL,))
 _TRIALS: Mapping[str, Sequence[ChatMessage]] = {
     "user": [_USER],

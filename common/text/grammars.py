@@ -27,7 +27,7 @@ from common.grammar.matcher import Mask, Matcher, allows, forbid
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
-from common.text.json_objects import close_objects
+from common.text.json_objects import close_objects, names_in, referred, referred_value
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
 
 _MAX_CACHED = 256
@@ -75,13 +75,21 @@ _VALUES = frozenset({"const", "enum", *_SAID_OF_VALUES})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name. A name may be spelled like a keyword."""
 _JSON = json.JSONDecoder()
+_ANYTHING: Sequence[Any] = (True, {})
+"""Schemas that everything fits."""
 _IDLE_VALUES: Mapping[str, Sequence[Any]] = {
     "uniqueItems": (False,),
     "not": (False,),
-    **dict.fromkeys(("propertyNames", "unevaluatedItems"), (True, {})),
-    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+    "propertyNames": (*_ANYTHING, {"type": "string"}),
+    "unevaluatedItems": _ANYTHING,
 }
 """Values with which a keyword constrains nothing."""
+_DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
+_SCHEMA_KEYWORDS = frozenset({"items", "additionalItems", "additionalProperties"})
+_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_NAME_KEYWORDS = frozenset({"properties", "patternProperties"})
+"""Keywords that the library follows into a schema, a list of schemas, or schemas by name."""
+_NEVER_EMPTY = ("anyOf", "oneOf", "type", "enum")
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _NUMERIC = _BOUNDS | {
     *("multipleOf", "minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains"),
@@ -93,12 +101,20 @@ _NEARLY_MOST = 2**63 - 1024
 """llguidance reads numbers as doubles, and bounds of integers as 64 bits; it accepts no range from -_MOST. The largest
 double below _MOST is _NEARLY_MOST.
 """
+_FAR = 10**18
+"""From here on, llguidance needs an end of the range on the far side too."""
+_NO_FAR_END = "is too far from zero without a bound beyond it"
+_EXCLUSIVE = (
+    ("exclusiveMinimum", "minimum", math.inf, max),
+    ("exclusiveMaximum", "maximum", -math.inf, min),
+)
+"""For each exclusive bound its inclusive one, where allowed numbers are, and what makes one bound out of two."""
 _TOO_LARGE = "is at or beyond the ends of 64 bits"
 _KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
 _NOWHERE = re.compile("(?:Pointer|Anchor) '(.*)' does not exist")
 _ELSEWHERE = re.compile("Resource '(.*)' is not present in a registry")
 _ODD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_PLAIN_REFERENCE = re.compile(r"#(/(\$defs|definitions|properties)/[^/%]*)*")
+_PLAIN_REFERENCE = re.compile(r"(#(/(\$defs|definitions|properties)/[^/%]*)*)?")
 """Matches a `$ref` that cannot lead into the value of a keyword in `_VALUES`."""
 _LARK_PART = re.compile(
     r'"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|[^"\\\x00-\x1f\x7f])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>'
@@ -552,9 +568,11 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         raise GrammarRefused("is empty")
     if grammar.kind is not GrammarKind.LARK:
         _check_length(len(grammar.text), grammar.kind)
+    schemas: list[tuple[str, dict[str, Any]]] = []
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             schema, options = _checked_schema(grammar.text, opens_objects=grammar.opens_objects)
+            schemas.append(("", schema))
             try:
                 text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
             except ValueError as error:  # of text that is not Unicode: half of a surrogate pair
@@ -562,7 +580,8 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         case GrammarKind.REGEX:
             text = LLMatcher.grammar_from_regex(_with_ascii_classes(grammar.text))
         case GrammarKind.LARK:
-            text = LLMatcher.grammar_from_lark(_checked_lark(grammar.text, opens_objects=grammar.opens_objects))
+            checked, schemas = _checked_lark(grammar.text, opens_objects=grammar.opens_objects)
+            text = LLMatcher.grammar_from_lark(checked)
         case GrammarKind.CHOICE:
             text = LLMatcher.grammar_from_lark(_choice_as_lark(grammar.choices))
         case GrammarKind.EBNF:
@@ -572,6 +591,9 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
                 raise GrammarRefused(str(error)) from error
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
+        for where, each in schemas:
+            if fault := _fault_in(each):
+                raise GrammarRefused(where + fault)
         words = _words(matcher)
         raise GrammarRefused(words if grammar.kind is GrammarKind.LARK else _PLACE.sub("", words, count=1))
     if warnings := matcher.get_grammar_warnings():
@@ -621,6 +643,7 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
     if not isinstance(schema, dict):
         raise GrammarRefused("is not a JSON object")
     options = _options(schema.pop(SCHEMA_OPTIONS, {}))
+    _check_is_json(schema)
     has_odd_reference = any(_has_odd_reference(part) for _, part in _schemas_in(schema))
     schemas, values = [], []
     for place, part in _schemas_in(schema):
@@ -637,6 +660,8 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
                 part.pop(keyword, None)
     for place, part in values:
         _check(place, part, _check_keywords, _check_has_no_pattern)
+    if _is_endless(schema):
+        raise GrammarRefused(f"$ref: {schema['$ref'] or 'an empty text'} leads to itself, so no text matches it")
     if not opens_objects:
         close_objects(schema, [part for _, part in schemas])
     return schema, options
@@ -668,6 +693,17 @@ def _check(place: _Place, part: dict[str, Any], *checks: Callable[[dict[str, Any
         raise GrammarRefused(f"{_path((place, error.keyword))}: {error}") from error
 
 
+def _check_is_json(schema: dict[str, Any]) -> None:
+    """Raises GrammarRefused for a number that JSON lacks, wherever it is."""
+    waiting: list[tuple[_Place, Any]] = [(None, schema)]
+    while waiting:
+        place, part = waiting.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            raise GrammarRefused(f"{_path(place)}: {part} is a number that JSON lacks, or larger than any double")
+        if isinstance(part, dict | list):
+            waiting += _inside(place, part)
+
+
 def _check_keywords(part: dict[str, Any]) -> None:
     if SCHEMA_OPTIONS in part:
         raise _KeywordRefused(SCHEMA_OPTIONS, "is for a whole schema only")
@@ -675,12 +711,9 @@ def _check_keywords(part: dict[str, Any]) -> None:
         if keyword in ("const", "enum"):
             for number in _leaves(value, int, float):
                 _check_number(keyword, number)
-        elif keyword in _SAID_OF_VALUES:  # a schema is JSON, whatever it says
-            for number in _leaves(value, float):
-                _check_number(keyword, number)
         elif keyword in _NUMERIC and isinstance(value, int | float):
             _check_number(keyword, value, is_bound=keyword in _BOUNDS)
-        elif isinstance(value, float) or (isinstance(value, int) and abs(value) >= _MOST):
+        elif keyword not in _SAID_OF_VALUES and isinstance(value, int) and abs(value) >= _MOST:
             _check_number(keyword, value)
     multiple = part.get("multipleOf")
     if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
@@ -694,9 +727,7 @@ def _check_keywords(part: dict[str, Any]) -> None:
 
 
 def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
-    """Raises _KeywordRefused if the library would read another number, or none."""
-    if isinstance(number, float) and not math.isfinite(number):
-        raise _KeywordRefused(keyword, f"{number} is a number that JSON lacks, or larger than any double")
+    """Raises _KeywordRefused if the library would read another number."""
     if isinstance(number, int) and abs(number) < _MOST and number == int(float(number)):
         return
     if isinstance(number, int) and not (is_bound and (abs(number) >= _MOST or number == _MOST - 1)):
@@ -707,13 +738,30 @@ def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
 def _leave_out_idle_keywords(part: dict[str, Any]) -> None:
     """Removes keywords that the library lacks where their value says nothing."""
     for keyword, idle in _IDLE_VALUES.items():
-        if keyword in part and any(type(part[keyword]) is type(each) and part[keyword] == each for each in idle):
+        if keyword in part and _is_any_of(part[keyword], idle):
             del part[keyword]
-    if "if" in part and "then" not in part and "else" not in part:
-        del part["if"]
+    for keyword in _DEPENDENT:
+        by_name = part.get(keyword)
+        if isinstance(by_name, dict) and all(_is_any_of(each, (*_ANYTHING, [])) for each in by_name.values()):
+            del part[keyword]
+    if "unevaluatedProperties" in part and _is_any_of(part["unevaluatedProperties"], _ANYTHING):
+        del part["unevaluatedProperties"]
+        part.setdefault("additionalProperties", True)  # such an object is open
+    if all(_is_any_of(part.get(each, True), _ANYTHING) for each in ("then", "else")):
+        part.pop("if", None)
+    if "if" not in part:
+        part.pop("then", None)
+        part.pop("else", None)
     if part.get("minContains") == 0 and "maxContains" not in part:
-        del part["minContains"]
         part.pop("contains", None)
+    if "contains" not in part:
+        part.pop("minContains", None)
+        part.pop("maxContains", None)
+
+
+def _is_any_of(value: Any, values: Sequence[Any]) -> bool:
+    """Returns whether the JSON value is one of `values`; 1 is not true."""
+    return any(type(value) is type(each) and value == each for each in values)
 
 
 def _make_writable(part: dict[str, Any]) -> None:
@@ -729,7 +777,12 @@ def _make_writable(part: dict[str, Any]) -> None:
     is_integer = "integer" in kinds and "number" not in kinds if isinstance(kinds, list) else kinds == "integer"
     for keyword in _BOUNDS.intersection(part):
         part[keyword] = _bound(keyword, part[keyword], is_integer=is_integer)
+    _make_inclusive(part, is_integer=is_integer)
+    if is_integer:
+        _add_far_end(part)
     if isinstance(reference := part.get("$ref"), str):
+        document, mark, fragment = reference.partition("#")
+        reference = document + mark + fragment.replace("#", "%23")
         try:  # names such as Response[int]
             part["$ref"] = quote(_ODD_PERCENT.sub("%25", reference), safe=_KEPT_IN_REFERENCES)
         except UnicodeEncodeError:
@@ -741,6 +794,38 @@ def _make_writable(part: dict[str, Any]) -> None:
     name, others = part.get("format"), part.get("allOf", [])
     if isinstance(name, str) and name in DATE_PATTERNS and isinstance(others, list):
         part["allOf"] = [*others, {"pattern": DATE_PATTERNS[name]}]
+
+
+def _make_inclusive(part: dict[str, Any], *, is_integer: bool) -> None:
+    """Turns exclusive bounds from 2**53 on into inclusive ones, which are the next doubles. llguidance adds 1 to an
+    exclusive bound of integers, as a double.
+    """
+    for exclusive, inclusive, beyond, inner_of in _EXCLUSIVE:
+        bound = part.get(exclusive)
+        if not isinstance(bound, int | float) or abs(bound) < 2**53:
+            continue
+        inner = int(math.nextafter(bound, beyond))
+        if abs(inner) >= _MOST:
+            raise _KeywordRefused(exclusive, f"{bound} {_TOO_LARGE}")
+        if not is_integer and inner * beyond > 0 and abs(bound) >= _FAR and not _has_far_end(part, beyond):
+            raise _KeywordRefused(exclusive, f"{bound} {_NO_FAR_END}")
+        del part[exclusive]
+        other = part.get(inclusive)
+        part[inclusive] = inner_of(inner, other) if isinstance(other, int | float) else inner
+
+
+def _has_far_end(part: dict[str, Any], beyond: float) -> bool:
+    ends = {"maximum", "exclusiveMaximum"} if beyond > 0 else {"minimum", "exclusiveMinimum"}
+    return not ends.isdisjoint(part)
+
+
+def _add_far_end(part: dict[str, Any]) -> None:
+    """Ends a range of integers that begins far from zero at the end of 64 bits, if the schema does not end it."""
+    low, high = part.get("minimum"), part.get("maximum")
+    if isinstance(low, int | float) and low >= _FAR:
+        part.setdefault("maximum", _MOST - 1)
+    if isinstance(high, int | float) and high <= -_FAR:
+        part.setdefault("minimum", -_NEARLY_MOST)
 
 
 def _bound(keyword: str, bound: Any, *, is_integer: bool) -> Any:
@@ -771,9 +856,12 @@ def _check_has_no_pattern(value: dict[str, Any]) -> None:
         raise _KeywordRefused("format", why)
 
 
-def _checked_lark(text: str, *, opens_objects: bool) -> str:
-    """Returns the Lark grammar with our options added to each JSON schema in it. Raises GrammarRefused."""
+def _checked_lark(text: str, *, opens_objects: bool) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """Returns the Lark grammar with our options added to each JSON schema in it, and these schemas, each with its place
+    as errors begin with it. Raises GrammarRefused.
+    """
     parts: list[str] = []
+    schemas: list[tuple[str, dict[str, Any]]] = []
     done = place = num_schema_chars = 0
     while (found := _LARK_PART.search(text, place)) is not None:
         place = found.end()
@@ -789,14 +877,16 @@ def _checked_lark(text: str, *, opens_objects: bool) -> str:
         if found[1] == "json":
             _check_length(place - found.end(), GrammarKind.JSON_SCHEMA)
             num_schema_chars += place - found.end()
+            where = f"{_place_of(text, found.start())}: "
             try:
                 schema, options = _check_schema(value, opens_objects=opens_objects)
             except GrammarRefused as error:
-                raise GrammarRefused(f"{_place_of(text, found.start())}: {error}") from error
+                raise GrammarRefused(f"{where}{error}") from error
+            schemas.append((where, schema))
             parts += (text[done : found.start()], "%json ", json.dumps({**schema, SCHEMA_OPTIONS: options}))
             done = place
     _check_length(len(text) - num_schema_chars, GrammarKind.LARK)
-    return "".join([*parts, text[done:]])
+    return "".join([*parts, text[done:]]), schemas
 
 
 def _place_of(text: str, index: int) -> str:
@@ -823,6 +913,86 @@ def _schemas_in(schema: dict[str, Any]) -> Iterator[_Part]:
                     waiting += _inside((place, keyword), value)
                 elif keyword not in _VALUES:
                     waiting.append(((place, keyword), value))
+
+
+def _fault_in(schema: dict[str, Any]) -> str:
+    """Returns what is wrong in a schema that the library refuses, after its place, or "" if that is not known.
+
+    Looks at the schemas that the library reads, those behind references included.
+    """
+    waiting: list[tuple[_Place, Any]] = [(None, schema)]
+    known: set[int] = set()
+    while waiting:
+        place, part = waiting.pop()
+        if isinstance(part, bool) or id(part) in known:
+            continue
+        if not isinstance(part, dict):
+            return f"{_path(place)}: is not an object, true or false"
+        known.add(id(part))
+        try:
+            _check_alone(part)
+        except _KeywordRefused as error:
+            return f"{_path((place, error.keyword))}: {error}"
+        for keyword, value in part.items():
+            inner = (place, keyword)
+            if (
+                keyword in _LIST_KEYWORDS
+                or keyword in _NAME_KEYWORDS
+                or (keyword == "items" and isinstance(value, list))
+            ):
+                waiting += _inside(inner, value)
+            elif keyword in _SCHEMA_KEYWORDS:
+                waiting.append((inner, value))
+            elif keyword == "$ref" and (found := referred_value(schema, value)) is not None:
+                target: _Place = None
+                for name in names_in(value):
+                    target = (target, name)
+                waiting.append((target, found))
+    return ""
+
+
+def _check_alone(part: dict[str, Any]) -> None:
+    """Raises _KeywordRefused for a keyword that the library refuses wherever it is."""
+    for keyword in _NEVER_EMPTY:
+        if part.get(keyword) == []:
+            raise _KeywordRefused(keyword, "is empty")
+    for keywords, kind, what in ((_LIST_KEYWORDS, list, "a list"), (_NAME_KEYWORDS, dict, "an object")):
+        for keyword in keywords.intersection(part):
+            if not isinstance(part[keyword], kind):
+                raise _KeywordRefused(keyword, f"is not {what}")
+    if isinstance(pattern := part.get("pattern"), str) and (why := _why_refused({"pattern": pattern})):
+        raise _KeywordRefused("pattern", why)
+    for name in part.get("patternProperties", ()):
+        if why := _why_refused({"pattern": name}):
+            raise _KeywordRefused("patternProperties", why)
+    multiple = part.get("multipleOf")
+    if isinstance(multiple, float) and _why_refused({"type": "number", "multipleOf": multiple}):
+        raise _KeywordRefused("multipleOf", f"{multiple} has too many digits")
+    bounds = {keyword: part[keyword] for keyword in sorted(_BOUNDS) if type(part.get(keyword)) in (int, float)}
+    if bounds and part.get("type") != "integer" and _why_refused({"type": "number", **bounds}):
+        for keyword, bound in bounds.items():
+            if _why_refused({"type": "number", keyword: bound}):
+                why = "is too near to zero" if abs(bound) < 1 else _NO_FAR_END
+                raise _KeywordRefused(keyword, f"{bound} {why}")
+
+
+def _is_endless(schema: dict[str, Any]) -> bool:
+    """Returns whether the schema's own `$ref` leads back to a reference on its way."""
+    passed: set[int] = set()
+    following: dict[str, Any] | None = schema
+    while following is not None and id(following) not in passed:
+        passed.add(id(following))
+        following = referred(schema, following.get("$ref"))
+    return following is not None
+
+
+def _why_refused(schema: dict[str, Any]) -> str:
+    """Returns why the library refuses this schema, or "" if it does not."""
+    try:
+        words: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS))
+    except ValueError as error:  # of text that is not Unicode
+        words = str(error)
+    return " ".join(_PLACE.sub("", words.rpartition("error: ")[2], count=1).split())[:_MAX_PATH_CHARS]
 
 
 def _has_odd_reference(schema: dict[str, Any]) -> bool:

@@ -91,15 +91,25 @@ def _named(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, A
 
 def referred(schema: dict[str, Any], reference: Any) -> dict[str, Any] | None:
     """Returns the schema that a `$ref` in `schema` leads to, or None if it is not understood."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+    found = referred_value(schema, reference)
+    return found if isinstance(found, dict) else None
+
+
+def names_in(reference: str) -> list[str]:
+    """Returns the names that lead from the root to what a `$ref` refers to."""
+    return [name.replace("~1", "/").replace("~0", "~") for name in unquote(reference).split("/")[1:]]
+
+
+def referred_value(schema: dict[str, Any], reference: Any) -> Any:
+    """Returns what a `$ref` in `schema` leads to, be it a schema or not, or None if it is not understood."""
+    if not isinstance(reference, str) or not (reference in ("", "#") or reference.startswith("#/")):
         return None
     found: Any = schema
-    for name in unquote(reference).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
+    for name in names_in(reference):
         if isinstance(found, dict):
             found = found.get(name)
         elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
             found = found[int(name)]
         else:
             return None
-    return found if isinstance(found, dict) else None
+    return found

@@ -601,3 +601,12 @@ def test_a_template_may_have_a_file_of_its_own(tmp_path: Path) -> None:
     assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "chat_template.jinja").write_text(STRINGS)
     assert TextTokenizer.from_directory(tmp_path).chat_template()[0] == STRINGS
+
+
+def test_a_template_may_need_tools_and_a_description_of_each_parameter() -> None:
+    parameters = "{% for name, p in t.function.parameters.properties | items %}{{ name + p.description }}{% endfor %}"
+    body = "{{ t.function.name + t.function.description }}" + parameters
+    template = ChatTemplate("{% for t in tools %}" + body + "{% endfor %}" + STRINGS, {})
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "description": " is added"}}}
+    options = TemplateOptions((Tool("add", " adds ", json.dumps(schema)),))
+    assert template.render([USER], options) == "add adds a is added<user>hi"

@@ -101,7 +101,7 @@ def test_who_sends_a_whole_body_before_it_reads_gets_the_answer(
 def test_who_leaves_with_the_answer_while_its_body_is_on_the_way_is_no_failure(
     loop: LoopThread, scripted: ScriptedServer
 ) -> None:
-    head = "POST /nowhere HTTP/1.0\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n".encode()
+    head = b"POST /nowhere HTTP/1.0\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n"
     with gateway_here(loop, scripted.address) as gateway:
         for _ in range(40):  # most of them leave before the gateway closes its side
             with socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as connection:

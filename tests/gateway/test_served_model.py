@@ -92,7 +92,7 @@ async def test_its_failure_is_that_of_all_and_the_next_asks_again(served: Served
 
 async def test_no_caller_waits_longer_than_for_admission(decode: Decode) -> None:
     served = ServedModel(decode, timeout_s=0.05)  # type: ignore[arg-type]
-    with pytest.raises(Unavailable, match="not said within 0.05 s which model it serves"):
+    with pytest.raises(Unavailable, match=r"not said within 0\.05 s which model it serves"):
         await served.card()
     decode.questions[0].set_result(Info("demo"))
     await turns()
