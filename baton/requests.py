@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
 from common.grammar.reasoning import Reasoning
+from common.sampling.params import NUMBER_OPTIONS
 from common.text.chat_messages import ChatMessage, Tool, ToolChoice
 from common.text.output_formats import FINAL, START
 
@@ -248,6 +249,9 @@ def _sampling_params(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
             else:
                 is_float = params.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_FLOAT
                 setattr(params, name, _float32(value) if is_float else value)
+                # The service would tell the number to which protobuf rounds the value.
+                if is_float and (fault := NUMBER_OPTIONS[name].fault(getattr(params, name), sent=value)) is not None:
+                    raise ValueError(fault)
         except (TypeError, ValueError) as error:
             raise _invalid(f"sampling.{name}", _fault(params.DESCRIPTOR, name, error)) from error
     if sampling.get("shown_special_tokens") is None:

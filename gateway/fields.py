@@ -62,7 +62,6 @@ ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": ("medium",),
     "web_search_options": (),
     # Fields of other servers
     "add_generation_prompt": (True,),

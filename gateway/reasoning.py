@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from gateway.errors import invalid
 from gateway.grammar_fields import StrictFields, without_null
 
+Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NumTokens = Annotated[int, Field(ge=0, lt=1 << 32)]
 Limit = Annotated[NumTokens | None, BeforeValidator(lambda limit: None if limit == -1 else limit)]
@@ -98,6 +99,11 @@ def switch_wish(field: str, is_on: bool | None, max_tokens: int | None = None) -
     return ReasoningWish(field, {} if is_on is None else dict.fromkeys(_SWITCHES, is_on), max_tokens, is_on)
 
 
+def verbosity_wish(field: str, verbosity: Verbosity | None) -> ReasoningWish:
+    """Returns the wish for an answer of this length. It concerns the answer, but templates are told of it likewise."""
+    return ReasoningWish(field, {} if verbosity in (None, "medium") else {"verbosity": verbosity})
+
+
 def limit_wish(field: str, max_tokens: int | None) -> ReasoningWish:
     return ReasoningWish(field, {}, max_tokens)
 
@@ -125,13 +131,14 @@ class ReasoningOptions(StrictFields):
 
 
 class ReasoningFields(StrictFields):
-    """The fields of chats, responses and completions that say how to reason."""
+    """The fields of all endpoints with conversations or prompts that say how to reason and how long to answer."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] = ReasoningOptions()
     enable_thinking: bool | None = None
     thinking_token_budget: Limit = None
     thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
+    verbosity: Verbosity | None = None
 
     @property
     def hides_reasoning(self) -> bool:
@@ -143,6 +150,7 @@ class ReasoningFields(StrictFields):
         options = self.reasoning
         return wishes_of(
             self.chat_template_kwargs,
+            verbosity_wish("verbosity", self.verbosity),
             *others,
             effort_wish("reasoning.effort", options.effort),
             switch_wish("enable_thinking", self.enable_thinking),

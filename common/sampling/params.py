@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -18,6 +19,7 @@ MAX_BAD_WORDS = 128
 SPELLINGS_PER_BAD_WORD = 3
 """At the beginning of a text, after a space, and after a line break."""
 MAX_UINT32 = (1 << 32) - 1
+_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,33 @@ class NumberOption:
     is_low_open: bool
     help: str
 
-    def fault(self, value: float) -> str | None:
+    def fault(self, value: float, *, sent: float | None = None) -> str | None:
         """Returns what is wrong with the value, in words for an error that names the option, or None if the value is
         valid.
+
+        If the value was rounded to a float32, `sent` is the number before that, which the words tell.
         """
         above = self.low < value if self.is_low_open else self.low <= value
         if math.isfinite(value) and above and value <= self.high:
             return None
-        return f"{value:.7g} is not in {'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
+        told = value if sent is None else sent
+        shown = str(told) if self.kind is int else _shown(told)
+        return f"{shown} is not in {'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
+
+
+def _shown(value: float) -> str:
+    """Returns the shortest text that tells the number from all others: from all float32s if it is one itself."""
+    if abs(value) <= _LARGEST_FLOAT32 and _as_float32(value) == value:
+        for digits in (7, 8, 9):
+            text = f"{value:.{digits}g}"
+            if _as_float32(float(text)) == value:
+                return text
+    return str(value).removesuffix(".0")
+
+
+def _as_float32(value: float) -> float:
+    (rounded,) = struct.unpack("f", struct.pack("f", value))
+    return float(rounded)
 
 
 def _number(default: float, *, low: float, high: float, is_low_open: bool = False, help: str) -> Any:

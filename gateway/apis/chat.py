@@ -98,7 +98,7 @@ class ChatChoice:
     def __init__(self, index: int, plan: Plan, form: OutputFormat, started: Started) -> None:
         self._index = index
         self._plan = plan
-        self._has_begun = False
+        self._has_begun = self._has_content = False
         self._parser = OutputParser(
             form,
             functions=plan.functions,
@@ -116,10 +116,14 @@ class ChatChoice:
         spoken = self._delta(self._parser.push(delta.text))
         if not (spoken or delta.logprobs or self._plan.returns_token_ids):
             return None  # the text comes later than the token ids
-        return self._chunk(spoken or {"content": ""}, logprobs=chat_logprobs(delta.logprobs), token_ids=delta.token_ids)
+        if not (spoken or self._plan.functions):
+            spoken = {"content": ""}
+        return self._chunk(spoken, logprobs=chat_logprobs(delta.logprobs), token_ids=delta.token_ids)
 
     def ending(self, finished: Finished) -> dict[str, Any]:
         rest = self._delta(self._parser.end())
+        if not (self._has_content or self._parser.num_calls):
+            rest = {"content": "", **rest}
         return self._chunk(rest, reason=self._finish_reason(finished.reason), stop_reason=stop_reason(finished))
 
     def whole(self, completion: Completion) -> dict[str, Any]:
@@ -172,10 +176,14 @@ class ChatChoice:
         stop_reason: str | int | None = None,
         token_ids: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Returns a chunk. A choice's first chunk has the role."""
+        """Returns a chunk. A choice's first chunk has the role.
+
+        With functions its content is null, unless it has some: only the output's end shows that there was no call.
+        """
         if not self._has_begun:
             self._has_begun = True
-            delta = {"role": "assistant", "content": None if "tool_calls" in delta else "", **delta}
+            delta = {"role": "assistant", "content": None if self._plan.functions else "", **delta}
+        self._has_content = self._has_content or delta.get("content") is not None
         chunk = {
             "index": self._index,
             "delta": delta,
@@ -312,7 +320,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
 
 
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
-    """Returns the text of an assistant's message: its content, followed by its refusal if it has one.
+    """Returns the text of an assistant's message: its content, and its refusal as further lines.
 
     Content that is null counts as "". So does absent content, if the message has a refusal or tool calls.
     """
@@ -322,7 +330,8 @@ def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) 
     said = message.get("content")
     if said is None and ("content" in message or refusal is not None or has_calls):
         said = ""
-    return text_of(f"{place}.content", said, {"text": "text", "refusal": "refusal"}) + (refusal or "")
+    text = text_of(f"{place}.content", said, {"text": "text", "refusal": "refusal"})
+    return "\n".join(filter(None, (text, refusal)))
 
 
 def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:

@@ -26,7 +26,7 @@ from gateway.fields import GenerationFields, RequestFields, parse_fields
 from gateway.grammar_fields import Constraint, SchemaText, StrictFields, without_null
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatInput, Plan
-from gateway.reasoning import Thinking, effort_wish, thinking_wish, wishes_of
+from gateway.reasoning import Effort, ReasoningFields, Thinking, effort_wish
 from gateway.request_record import MESSAGES_PATH
 from gateway.sending import ServerEvent
 from gateway.tools import ToolUse, no_tool, parse_function, tool_names
@@ -67,7 +67,7 @@ class OutputConfig(StrictFields):
     format: OutputSchema | None = None
 
 
-class ConversationFields(RequestFields):
+class ConversationFields(ReasoningFields, RequestFields):
     """The fields of which the prompt is made. Tokens are counted from the same ones."""
 
     model: str
@@ -78,18 +78,15 @@ class ConversationFields(RequestFields):
     thinking: Annotated[BudgetedThinking, BeforeValidator(without_null)] | None = None
     output_config: Annotated[OutputConfig, BeforeValidator(without_null)] | None = None
     cache_control: dict[str, Any] | None = None  # accepted, because what may be cached is cached anyway
-    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     thread: Any = None
 
     asks_for_nothing: ClassVar = {
         "container": (),
         "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "mcp_servers": ([],),
-        "reasoning": ({}, {"effort": "none"}),
-        "reasoning_effort": ("none",),
         "speed": ("standard",),
     }
-    names_here: ClassVar = {"enable_thinking": "thinking"}
 
 
 class MessageFields(GenerationFields, ConversationFields):
@@ -198,7 +195,6 @@ def parse_message(body: bytes) -> Plan:
     if fields.stop is not None and fields.stop_sequences not in (None, fields.stop):
         raise invalid("stop", "differs from stop_sequences, its other name")
     prompt, params = conversation_prompt(fields)
-    thinking = fields.thinking
     sampling = fields.sampling(max_tokens=fields.max_tokens, logprobs=None)
     if fields.stop_sequences is not None:
         sampling["stop"] = fields.stop_sequences
@@ -212,7 +208,7 @@ def parse_message(body: bytes) -> Plan:
         cache_prompt=fields.cache_prompt,
         truncate_prompt_tokens=fields.truncate_prompt_tokens,
         is_streamed=fields.stream,
-        includes_reasoning=thinking is None or thinking.display != "omitted",
+        includes_reasoning=not fields.hides_reasoning,
         params={
             "sampling.reasoning.max_tokens": "thinking.budget_tokens",
             "sampling.reasoning.end": "thinking.budget_tokens",
@@ -245,8 +241,8 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatInput, dict[str
         messages = messages[:-1]  # nothing to go on with: a new answer
     options: dict[str, Any] = {}
     effort = None if fields.output_config is None else fields.output_config.effort
-    wishes = wishes_of(
-        fields.chat_template_kwargs, effort_wish("output_config.effort", effort), thinking_wish(fields.thinking)
+    wishes = fields.wishes(
+        effort_wish("output_config.effort", effort), effort_wish("reasoning_effort", fields.reasoning_effort)
     )
     if messages[-1].role == "assistant":
         options["continue_final_message"] = True

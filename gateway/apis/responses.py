@@ -36,7 +36,7 @@ from gateway.logprobs import token_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatInput, Plan
-from gateway.reasoning import ReasoningFields, ReasoningOptions
+from gateway.reasoning import ReasoningFields, ReasoningOptions, Verbosity, verbosity_wish
 from gateway.sending import ServerEvent
 from gateway.tools import parse_tools
 
@@ -111,7 +111,7 @@ class TextFormat(StrictFields):
 
 class TextOptions(StrictFields):
     format: Annotated[TextFormat, BeforeValidator(without_null)] | None = None
-    verbosity: str | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponseReasoningOptions(ReasoningOptions):
@@ -180,14 +180,12 @@ class ResponseFields(ReasoningFields, GenerationFields):
 def parse_response(body: bytes) -> Plan:
     """Parses the body of a request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, ResponseFields)
-    if fields.text.verbosity not in (None, "medium"):
-        raise not_served("text.verbosity", '"medium" is')
     turns = tuple(joined(_turns(fields), roles={"assistant"}))
     prompt = ChatInput(
         messages=tuple(turn.message for turn in turns),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),
         variables=fields.chat_template_kwargs or {},
-        wishes=fields.wishes(),
+        wishes=fields.wishes(verbosity_wish("text.verbosity", fields.text.verbosity)),
     )
     repeated, num_repeated_bytes = _repeated(fields)
     return Plan(
@@ -243,7 +241,10 @@ def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
         "reasoning": {"effort": fields.reasoning.effort, "summary": None},
         "store": False,
         "temperature": fields.numbers.get("temperature"),
-        "text": {"format": {"type": "text"} if form is None else form.as_json, "verbosity": "medium"},
+        "text": {
+            "format": {"type": "text"} if form is None else form.as_json,
+            "verbosity": fields.text.verbosity or "medium",
+        },
         "tool_choice": fields.tool_choice or "auto",
         "tools": fields.tools,
         "top_logprobs": fields.top_logprobs or 0,

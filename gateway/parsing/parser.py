@@ -423,20 +423,21 @@ def _as_json(written: str, parameters: Any, key: str) -> str:
     """Returns an argument as JSON: as the text `written` or as the JSON in it, whichever the function's schema allows.
 
     If it allows neither, the value of an allowed type counts. If both fit equally, the text counts, unless the JSON is
-    null or the schema does not restrict the argument.
+    null or the schema does not restrict the argument. Branches that say nothing of the argument do not count.
     """
     try:
         value = json.loads(written, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(written, ensure_ascii=False)
     is_text = is_value = False
+    schema = _MemberSchema(parameters, key).schema
     for by_type in (False, True):
         allowed = _Allowed(parameters, by_type=by_type)
-        is_text, is_value = allowed({key: written}), allowed({key: value})
+        is_text, is_value = allowed(schema, written), allowed(schema, value)
         if is_text != is_value:
             break
     else:
-        allows_all = all(allowed({key: each}) for each in _ANY_VALUES)
+        allows_all = all(allowed(schema, each) for each in _ANY_VALUES)
         is_text = is_text and value is not None and not allows_all
     return json.dumps(written, ensure_ascii=False) if is_text else written.strip()
 
@@ -464,21 +465,56 @@ _IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
 _MAX_SCHEMAS, _MAX_SCHEMA_DEPTH = 1000, 100
 
 
+class _MemberSchema:
+    """Finds what a JSON schema of objects says of the member `key`.
+
+    `schema` is the member's schema, None if nothing is said of it. A schema that is too large or too deep says nothing.
+    """
+
+    def __init__(self, root: Any, key: str) -> None:
+        self._root = root
+        self._key = key
+        self._num_left = _MAX_SCHEMAS
+        self.schema = self._said(root, 0)
+
+    def _said(self, schema: Any, depth: int) -> Any:
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or self._num_left < 0 or depth > _MAX_SCHEMA_DEPTH:
+            return None
+        said = self._said_directly(schema)
+        if isinstance(reference := schema.get("$ref"), str) and isinstance(self._root, dict):
+            said.append(self._said(referred(self._root, reference), depth + 1))
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            if isinstance(branches := schema.get(keyword), list):
+                told = [each for each in (self._said(branch, depth + 1) for branch in branches) if each is not None]
+                said.append({"allOf" if keyword == "allOf" else "anyOf": told} if told else None)
+        said = [each for each in said if each is not None]
+        return {"allOf": said} if said else None
+
+    def _said_directly(self, schema: Mapping[str, Any]) -> list[Any]:
+        properties, patterns = schema.get("properties"), schema.get("patternProperties")
+        said = [properties[self._key]] if isinstance(properties, Mapping) and self._key in properties else []
+        if isinstance(patterns, Mapping) and patterns:
+            said.append({"anyOf": [*patterns.values()]})  # which of them match is not looked at
+        others = schema.get("additionalProperties")
+        return said or [others if isinstance(others, Mapping) else None]
+
+
 class _Allowed:
     """Tells whether a JSON schema allows a value, as far as types, enumerations, references and branches say.
 
-    With `by_type`, an enumeration allows any value that has the type of an entry. A schema that is too large or too
-    deep allows everything.
+    References lead into `root`. With `by_type`, an enumeration allows any value that has the type of an entry. A schema
+    that is too large or too deep allows everything.
     """
 
-    def __init__(self, schema: Any, *, by_type: bool) -> None:
-        self._root = schema
+    def __init__(self, root: Any, *, by_type: bool) -> None:
+        self._root = root
         self._by_type = by_type
         self._num_left = 0
 
-    def __call__(self, value: Any) -> bool:
+    def __call__(self, schema: Any, value: Any) -> bool:
         self._num_left = _MAX_SCHEMAS
-        return self._allows(self._root, value, 0)
+        return self._allows(schema, value, 0)
 
     def _allows(self, schema: Any, value: Any, depth: int) -> bool:
         self._num_left -= 1

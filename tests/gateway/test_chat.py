@@ -86,6 +86,7 @@ def test_a_stream_is_server_sent_events_that_end_with_done(gateway: GatewayHere)
         ({"content": None}, ""),
         ({"content": None, "refusal": None, "tool_calls": [], "function_call": None, "audio": None}, ""),
         ({"content": "yes", "refusal": ""}, "yes"),
+        ({"content": "I", "refusal": "won't"}, "I\nwon't"),
     ],
 )
 def test_what_an_assistant_refused_with_is_what_it_said(message: dict[str, Any], said: str) -> None:

@@ -79,12 +79,14 @@ def test_a_streamed_call_begins_with_its_name_and_goes_on_with_arguments() -> No
 def test_text_that_was_held_back_comes_with_the_end() -> None:
     *_, last = chunks(["a", " <tool_"])
     assert (last["delta"], last["finish_reason"]) == ({"content": " <tool_"}, "stop")
+    *_, last = chunks([""], return_token_ids=True)
+    assert last["delta"] == {"content": ""}
 
 
 def test_a_stream_has_all_token_ids_of_held_text() -> None:
     parts = chunks(["<tool_call>", '{"name": ', '"stop"}'], return_token_ids=True)
     assert [part["token_ids"] for part in parts[:-1]] == [[0], [1], [2]]
-    assert [part["delta"] for part in parts[:2]] == [{"role": "assistant", "content": ""}, {"content": ""}]
+    assert [part["delta"] for part in parts[:2]] == [{"role": "assistant", "content": None}, {}]
 
 
 # ---- over HTTP --------------------------------------------------------------------------------------------------
@@ -152,6 +154,19 @@ def test_a_model_that_does_not_reason_has_words_only(edge: GatewayHere, reasons:
         ("/v1/chat/completions", {"thinking_token_budget": -1, "reasoning": {"summary": "auto"}}, None),
         ("/v1/responses", {"reasoning_effort": "none"}, None),
         ("/v1/messages", {"reasoning_effort": "none", "reasoning": {"effort": "none"}, "max_tokens": 9}, None),
+        (
+            "/v1/messages",
+            {"reasoning_effort": "low", "enable_thinking": True, "thinking_token_budget": 9, "max_tokens": 9},
+            "enable_thinking, reasoning_effort, thinking_token_budget",
+        ),
+        (
+            "/v1/messages",
+            {"reasoning": {"effort": "low"}, "verbosity": "low", "max_tokens": 9},
+            "reasoning.effort, verbosity",
+        ),
+        ("/v1/chat/completions", {"verbosity": "high"}, "verbosity"),
+        ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+        ("/v1/responses", {"verbosity": "low", "text": {"verbosity": "medium"}}, "verbosity"),
         (
             "/v1/completions",
             {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},

@@ -399,7 +399,7 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "lower"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),

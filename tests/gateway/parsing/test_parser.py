@@ -275,6 +275,12 @@ def test_a_parameter_has_the_type_that_its_schema_says(schema: object, written: 
         {"type": "object", "properties": {"p": schema}, "$defs": defs},
         {"additionalProperties": schema, "$defs": defs},
         {"$ref": "#/$defs/Arguments", "$defs": {**defs, "Arguments": {"properties": {"p": schema}}}},
+        {"anyOf": [{"properties": {"p": schema}}, {"properties": {"q": _STRING}}], "$defs": defs},
+        {
+            "oneOf": [{"additionalProperties": False, "properties": {"q": {}}}, {"properties": {"p": schema}}],
+            "$defs": defs,
+        },
+        {"patternProperties": {"^p": schema}, "additionalProperties": _NULL, "$defs": defs},
     ):
         assert parsed(HERMES, [text], functions={"f": function}) == Said(calls=(("f", f'{{"p": {argument}}}'),))
 
