@@ -249,7 +249,7 @@ def test_generate_wraps_a_chat_message(server: ScriptedServer) -> None:
 
 def test_an_error_is_one_line_and_status_1_or_a_json_line_when_asked(server: ScriptedServer) -> None:
     server.inference.script = [failure(3, "top_p: must be in (0, 1]", reason="INVALID_FIELD", field="top_p")]
-    arguments = ["generate", "Hi", "--top-p", "2", "--address", server.address]
+    arguments = ["generate", "Hi", "--top-p", "0.5", "--address", server.address]
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"INVALID_ARGUMENT: {server.address}: top_p: must be in (0, 1]\n"
