@@ -209,8 +209,9 @@ class _BoundedConnection(H11Protocol):
             return False
         if not self._is_lingering:
             self._is_lingering = True
-            with suppress(OSError):  # the client has read the answer and left
-                transport.write_eof()
+            if transport.can_write_eof():
+                with suppress(OSError):  # the client has read the answer and left
+                    transport.write_eof()
             self.flow.resume_reading()
             self._head_alarm.set(self.http_limits.head_timeout_s, transport.abort)
         return True

@@ -84,7 +84,12 @@ _IDLE_VALUES: Mapping[str, Sequence[Any]] = {
     "unevaluatedItems": _ANYTHING,
 }
 """Values with which a keyword constrains nothing."""
-_DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
+_DEPENDENT: Mapping[str, Sequence[Any]] = {
+    "dependentRequired": ([],),
+    "dependentSchemas": _ANYTHING,
+    "dependencies": (*_ANYTHING, []),
+}
+"""Values by name with which such a keyword constrains nothing."""
 _SCHEMA_KEYWORDS = frozenset({"items", "additionalItems", "additionalProperties"})
 _LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 _NAME_KEYWORDS = frozenset({"properties", "patternProperties"})
@@ -591,10 +596,10 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
                 raise GrammarRefused(str(error)) from error
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        for where, each in schemas:
-            if fault := _fault_in(each):
-                raise GrammarRefused(where + fault)
         words = _words(matcher)
+        for where, each in schemas:
+            if fault := _fault_in(each, words):
+                raise GrammarRefused(where + fault)
         raise GrammarRefused(words if grammar.kind is GrammarKind.LARK else _PLACE.sub("", words, count=1))
     if warnings := matcher.get_grammar_warnings():
         raise GrammarRefused("; ".join(warnings))  # of keywords that would be ignored
@@ -740,9 +745,9 @@ def _leave_out_idle_keywords(part: dict[str, Any]) -> None:
     for keyword, idle in _IDLE_VALUES.items():
         if keyword in part and _is_any_of(part[keyword], idle):
             del part[keyword]
-    for keyword in _DEPENDENT:
+    for keyword, idle in _DEPENDENT.items():
         by_name = part.get(keyword)
-        if isinstance(by_name, dict) and all(_is_any_of(each, (*_ANYTHING, [])) for each in by_name.values()):
+        if isinstance(by_name, dict) and all(_is_any_of(each, idle) for each in by_name.values()):
             del part[keyword]
     if "unevaluatedProperties" in part and _is_any_of(part["unevaluatedProperties"], _ANYTHING):
         del part["unevaluatedProperties"]
@@ -777,8 +782,8 @@ def _make_writable(part: dict[str, Any]) -> None:
     is_integer = "integer" in kinds and "number" not in kinds if isinstance(kinds, list) else kinds == "integer"
     for keyword in _BOUNDS.intersection(part):
         part[keyword] = _bound(keyword, part[keyword], is_integer=is_integer)
-    _make_inclusive(part, is_integer=is_integer)
     if is_integer:
+        _make_inclusive(part)
         _add_far_end(part)
     if isinstance(reference := part.get("$ref"), str):
         document, mark, fragment = reference.partition("#")
@@ -796,7 +801,7 @@ def _make_writable(part: dict[str, Any]) -> None:
         part["allOf"] = [*others, {"pattern": DATE_PATTERNS[name]}]
 
 
-def _make_inclusive(part: dict[str, Any], *, is_integer: bool) -> None:
+def _make_inclusive(part: dict[str, Any]) -> None:
     """Turns exclusive bounds from 2**53 on into inclusive ones, which are the next doubles. llguidance adds 1 to an
     exclusive bound of integers, as a double.
     """
@@ -807,16 +812,9 @@ def _make_inclusive(part: dict[str, Any], *, is_integer: bool) -> None:
         inner = int(math.nextafter(bound, beyond))
         if abs(inner) >= _MOST:
             raise _KeywordRefused(exclusive, f"{bound} {_TOO_LARGE}")
-        if not is_integer and inner * beyond > 0 and abs(bound) >= _FAR and not _has_far_end(part, beyond):
-            raise _KeywordRefused(exclusive, f"{bound} {_NO_FAR_END}")
         del part[exclusive]
         other = part.get(inclusive)
         part[inclusive] = inner_of(inner, other) if isinstance(other, int | float) else inner
-
-
-def _has_far_end(part: dict[str, Any], beyond: float) -> bool:
-    ends = {"maximum", "exclusiveMaximum"} if beyond > 0 else {"minimum", "exclusiveMinimum"}
-    return not ends.isdisjoint(part)
 
 
 def _add_far_end(part: dict[str, Any]) -> None:
@@ -915,11 +913,14 @@ def _schemas_in(schema: dict[str, Any]) -> Iterator[_Part]:
                     waiting.append(((place, keyword), value))
 
 
-def _fault_in(schema: dict[str, Any]) -> str:
-    """Returns what is wrong in a schema that the library refuses, after its place, or "" if that is not known.
+def _fault_in(schema: dict[str, Any], words: str) -> str:
+    """Returns what is wrong in a schema that the library refuses with `words`, after its place, or "" if that is not
+    known, or the words name it.
 
     Looks at the schemas that the library reads, those behind references included.
     """
+    if "Unimplemented keys" in words:
+        return ""
     waiting: list[tuple[_Place, Any]] = [(None, schema)]
     known: set[int] = set()
     while waiting:
@@ -930,7 +931,7 @@ def _fault_in(schema: dict[str, Any]) -> str:
             return f"{_path(place)}: is not an object, true or false"
         known.add(id(part))
         try:
-            _check_alone(part)
+            _check_alone(part, finds_empty="is empty" in words)
         except _KeywordRefused as error:
             return f"{_path((place, error.keyword))}: {error}"
         for keyword, value in part.items():
@@ -951,10 +952,12 @@ def _fault_in(schema: dict[str, Any]) -> str:
     return ""
 
 
-def _check_alone(part: dict[str, Any]) -> None:
-    """Raises _KeywordRefused for a keyword that the library refuses wherever it is."""
+def _check_alone(part: dict[str, Any], *, finds_empty: bool) -> None:
+    """Raises _KeywordRefused for a keyword that the library refuses wherever it is, or with `finds_empty` for one that
+    no value fits, which it refuses in some places.
+    """
     for keyword in _NEVER_EMPTY:
-        if part.get(keyword) == []:
+        if finds_empty and part.get(keyword) == []:
             raise _KeywordRefused(keyword, "is empty")
     for keywords, kind, what in ((_LIST_KEYWORDS, list, "a list"), (_NAME_KEYWORDS, dict, "an object")):
         for keyword in keywords.intersection(part):

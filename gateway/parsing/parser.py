@@ -486,7 +486,10 @@ class _MemberSchema:
             said.append(self._said(referred(self._root, reference), depth + 1))
         for keyword in ("allOf", "anyOf", "oneOf"):
             if isinstance(branches := schema.get(keyword), list):
-                told = [each for each in (self._said(branch, depth + 1) for branch in branches) if each is not None]
+                told = [self._said(branch, depth + 1) for branch in branches]
+                if keyword == "allOf" or not any(said):  # else a branch that says nothing allows what is said here
+                    told = [each for each in told if each is not None]
+                told = [True if each is None else each for each in told]
                 said.append({"allOf" if keyword == "allOf" else "anyOf": told} if told else None)
         said = [each for each in said if each is not None]
         return {"allOf": said} if said else None
@@ -494,8 +497,8 @@ class _MemberSchema:
     def _said_directly(self, schema: Mapping[str, Any]) -> list[Any]:
         properties, patterns = schema.get("properties"), schema.get("patternProperties")
         said = [properties[self._key]] if isinstance(properties, Mapping) and self._key in properties else []
-        if isinstance(patterns, Mapping) and patterns:
-            said.append({"anyOf": [*patterns.values()]})  # which of them match is not looked at
+        if isinstance(patterns, Mapping) and len(patterns) == 1:  # which of several the key matches is not looked at
+            said = said or [*patterns.values()]
         others = schema.get("additionalProperties")
         return said or [others if isinstance(others, Mapping) else None]
 

@@ -83,6 +83,23 @@ def test_a_tls_handshake_that_does_not_come_costs_the_connection(
             assert connection.recv(1024) == b""
 
 
+def test_who_sends_on_over_tls_after_the_answer_gets_it_and_is_cut_off(loop: LoopThread, authority: Authority) -> None:
+    files = authority.issue("gateway")
+    settings = {"tls_cert": files.certificate, "tls_key": files.key}
+    context = ssl.create_default_context(cafile=str(authority.ca))
+    head = b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 1000000\r\n\r\n"
+    with (
+        gateway_here(loop, "127.0.0.1:1", limits={"head_timeout_s": 0.5}, **settings) as here,
+        socket.create_connection(("127.0.0.1", here.port), BOUND_S) as connection,
+        context.wrap_socket(connection, server_hostname="127.0.0.1") as secured,
+    ):
+        secured.sendall(head)
+        assert secured.recv(4096).startswith(b"HTTP/1.1 404 ")
+        with suppress(ConnectionError, ssl.SSLError):  # aborted
+            while secured.recv(4096):
+                pass
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

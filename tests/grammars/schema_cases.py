@@ -306,6 +306,7 @@ CASES = (
     Case("minimum of a number far from zero", {"minimum": 1e18}, refused="minimum: 1e+18 is too far from zero"),
     Case("integers from 1e18 on", {**INTEGER, "minimum": 10**18}, [10**18, 2**62], [10**18 - 1, 2**63]),
     Case("integers above 1e18", {**INTEGER, "exclusiveMinimum": 1e18}, [2**62], [10**18], narrow=[10**18 + 1]),
+    Case("a bound of what is no number", {"type": "string", "maxLength": 1, "exclusiveMinimum": 2e18}, ["a"], [2**62]),
     Case("numbers above 1e18", {**NUMBER, "exclusiveMinimum": 1e18}, refused="exclusiveMinimum: 1e+18 is too far"),
     Case("integers to -1e18", {"type": ["integer", "null"], "maximum": -1e18}, [-(10**18), -(2**62)], [1 - 10**18]),
     Case("integers of 64 bits", {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, 2**53], [2**63]),

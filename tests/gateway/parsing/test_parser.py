@@ -281,6 +281,8 @@ def test_a_parameter_has_the_type_that_its_schema_says(schema: object, written: 
             "$defs": defs,
         },
         {"patternProperties": {"^p": schema}, "additionalProperties": _NULL, "$defs": defs},
+        {"properties": {"p": schema}, "patternProperties": {"^x-": _NULL}, "$defs": defs},
+        {"properties": {"p": schema}, "anyOf": [{"properties": {"p": _NULL}}, {"required": ["q"]}], "$defs": defs},
     ):
         assert parsed(HERMES, [text], functions={"f": function}) == Said(calls=(("f", f'{{"p": {argument}}}'),))
 
