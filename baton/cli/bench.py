@@ -123,18 +123,18 @@ def _table(reports: list[LoadReport]) -> Table:
             str(report.num_failed),
             _milliseconds(report.ttft_p50_s, report.ttft_p99_s),
             _milliseconds(report.inter_token_p50_s, report.inter_token_p99_s),
-            _three_digits(report.tokens_per_s),
-            _three_digits(report.decode_tokens_per_s),
-            _three_digits(report.handoff_mb_per_s),
+            _short(report.tokens_per_s),
+            _short(report.decode_tokens_per_s),
+            _short(report.handoff_mb_per_s),
             _milliseconds(report.exposed_transfer_p50_s, report.exposed_transfer_p99_s),
         )
     return table
 
 
 def _milliseconds(p50_s: float, p99_s: float) -> str:
-    return " / ".join(_three_digits(seconds * 1e3) for seconds in (p50_s, p99_s))
+    return " / ".join(_short(seconds * 1e3) for seconds in (p50_s, p99_s))
 
 
-def _three_digits(value: float) -> str:
-    """Formats `value` with three significant digits, so that a table row fits 80 columns."""
+def _short(value: float) -> str:
+    """Formats `value` without decimals from 100 on, with one below, so that a table row fits 80 columns."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"

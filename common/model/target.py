@@ -78,7 +78,7 @@ class Followers(Protocol):
         """Tells these ranks to compute this forward, whose pool's tensors `zeros` and `kv` made."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns zeros for a table of a pool."""
+        """Returns zeros for a table of a pool, which these ranks read too."""
 
     def kv(self, shape: Sequence[int], dtype: torch.dtype, heads: Sequence[range]) -> Sequence[KvShard]:
         """Returns zeros for KV, in shards. `shape` is of all KV (see PoolTensors). Rank r computes `heads[r]`."""

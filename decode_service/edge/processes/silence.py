@@ -13,7 +13,8 @@ _LEAST_LIMIT_S = 4 * SAYS_EVERY_S
 
 
 class Silence:
-    """The time since the other side was heard, in seconds. At first it is negative: the other side has `patience_s`.
+    """The time since the other side was heard, in seconds. It begins at -`patience_s`, so that the other side has more
+    time until it is heard first.
 
     Each look adds at most one second. So nobody is taken for lost when the machine was suspended.
     """
