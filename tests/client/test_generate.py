@@ -307,7 +307,7 @@ async def test_the_timeout_is_the_requests_deadline(server: ScriptedServer, eith
 async def test_a_passed_deadline_raises_and_ends_the_call(server: ScriptedServer, either: EitherClient) -> None:
     server.inference.script = [started(), server.inference.HOLD]
     with pytest.raises(errors.DeadlineExceeded):
-        await either.complete("Hi", timeout_s=0.2)
+        await either.complete("Hi", timeout_s=0.5)
     assert server.inference.call_ended.wait(BOUND_S)
 
 
