@@ -223,7 +223,7 @@ def _set_chat_option(chat: inference_pb2.Chat, name: str, value: Any) -> None:
     elif name == "tool_choice":
         chat.tool_choice.CopyFrom(inference_pb2.ToolChoice(**dataclasses.asdict(value)))
     elif name == "chat_template_kwargs":
-        chat.chat_template_kwargs = json.dumps(dict(value))
+        chat.chat_template_kwargs = json.dumps(dict(value), allow_nan=False)
     else:
         setattr(chat, name, value)
 

@@ -6,8 +6,9 @@ A field that is null counts as absent. The decode service checks ranges, and its
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -32,6 +33,8 @@ MAX_FIELDS = 256
 """The most fields in a request. It is high because clients of some servers send every known field with its default."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
+_MAY_LACK_A_NUMBER = re.compile(rb"NaN|Infinity|[eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
+"""Finds, in a body that was parsed, what may have become NaN or infinite, as JSON has no such numbers; or a text."""
 """Matches the JSON parser's error message for a name that comes twice in one object."""
 _HARMLESS = frozenset(
     {
@@ -271,6 +274,8 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         raise invalid(None, "the body is not a JSON object", code="invalid_json")
     if len(values) > MAX_FIELDS:
         raise invalid(None, f"more than {MAX_FIELDS} fields")
+    if _MAY_LACK_A_NUMBER.search(body):
+        _check_finite((), values)
     harmless = _HARMLESS.difference(kind.model_fields, kind.asks_for_nothing)
     values = {name: value for name, value in values.items() if value is not None and name not in harmless}
     takes_numbers = "numbers" in kind.model_fields
@@ -284,6 +289,16 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         return kind.model_validate({**asked, **({"numbers": given} if takes_numbers else {})})
     except ValidationError as error:
         raise _api_error(error) from None
+
+
+def _check_finite(place: tuple[int | str, ...], value: Any) -> None:
+    """Raises ApiError, which names the place, if a number anywhere in `value` is NaN or infinite."""
+    match value:
+        case float() if not math.isfinite(value):
+            raise invalid(_path(place), f"{value} is a number that JSON lacks, or larger than any double")
+        case dict() | list():
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                _check_finite((*place, key), inner)
 
 
 SCHEMAS = "#/components/schemas/"
@@ -355,14 +370,19 @@ def _is_same(value: Any, other: Any) -> bool:
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
+def _path(place: Sequence[int | str]) -> str:
+    """Returns a place as error messages name it: "messages[0].role"."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:129]
+
+
 def _api_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+    param = _path(first["loc"])
     match first["type"]:
         case "missing":
             return invalid(param, "is required", code="missing_required_parameter")
         case "extra_forbidden":
-            return invalid(param[:128], "is unknown", code="unknown_parameter")
+            return invalid(param, "is unknown", code="unknown_parameter")
         case "dict_type" | "model_type" | "model_attributes_type":
             message = "must be an object"
         case "too_short" | "string_too_short" if first["ctx"]["min_length"] == 1:
@@ -373,7 +393,7 @@ def _api_error(error: ValidationError) -> ApiError:
             is_text = isinstance(first["input"], str)  # which might be a prompt, except where a few words are allowed
             if message.startswith("input should be") and (not is_text or first["type"] == "literal_error"):
                 message += f", not {value}" if (value := shown(first["input"])) else ""
-    return invalid(param[:128], message)
+    return invalid(param, message)
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -102,10 +102,7 @@ def _parameters(place: str, schema: Any) -> str:
         return ""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         raise invalid(place, 'must be a JSON schema with "type": "object"')
-    try:
-        return json.dumps(schema, allow_nan=False)
-    except ValueError:
-        raise invalid(place, "has a number that JSON lacks: NaN, or one that is larger than any double") from None
+    return json.dumps(schema)
 
 
 def _choice(choice: Any, names: Sequence[str], *, allows_several: bool, is_flat: bool) -> ToolChoice | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,10 +126,20 @@ def chat_from_json(entries: Iterable[Any]) -> tuple[list[ChatMessage], TemplateO
 _MAX_DEPTH = 100
 
 
+def finite(number: str) -> float:
+    """Returns the number that is written in JSON. Raises ValueError if it is NaN or infinite."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is no finite number")
+    return value
+
+
 def json_object(text: str) -> Mapping[str, Any] | None:
-    """Returns the JSON object in `text`. None if it is not an object, or nests so deeply that writing it may fail."""
+    """Returns the JSON object in `text`. None if it is no object, has a number that is not finite, which JSON lacks,
+    or nests so deeply that writing it may fail.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError):
         return None
     level, depth = [value], 0

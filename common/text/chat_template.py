@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, Tool, ToolCall, json_object
+from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, Tool, ToolCall, finite, json_object
 from common.text.generic_tools import in_ordinary_messages, with_one_call_each
 
 _MAX_KNOWN_TWINS = 256
@@ -346,9 +345,7 @@ def _object_of(arguments: str) -> dict[str, Any] | None:
     if not arguments.strip():
         return {}  # some models write nothing if there are no arguments
     try:
-        value = json.loads(
-            arguments, object_pairs_hook=_without_repetition, parse_float=_finite, parse_constant=_finite
-        )
+        value = json.loads(arguments, object_pairs_hook=_without_repetition, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -358,13 +355,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a name comes twice")
-    return value
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(f"{number} is no finite number")
     return value
 
 

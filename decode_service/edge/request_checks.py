@@ -38,6 +38,7 @@ MAX_TOOL_NAME_CHARS = 256
 _TOOL_NAME = re.compile("[a-zA-Z0-9_.:/-]{1,256}")
 MAX_OPTIONS_CHARS = 1 << 18
 """The most characters of a chat's tools and of its `chat_template_kwargs`. Parsing so much takes a few milliseconds."""
+_NO_OBJECT = "is no JSON object, nests too deeply, or has a number that JSON lacks"
 MAX_CONTEXTS = 4
 """The longest text that is tokenised, in tokens, as a multiple of the model's context."""
 
@@ -319,7 +320,7 @@ def _chat_options(chat: inference_pb2.Chat) -> TemplateOptions:
         if num_chars > MAX_OPTIONS_CHARS:
             raise InvalidRequest(f"chat.{field}", f"{num_chars} characters are more than {MAX_OPTIONS_CHARS}")
     if kwargs and json_object(kwargs) is None:
-        raise InvalidRequest("chat.chat_template_kwargs", "is no JSON object, or nests too deeply")
+        raise InvalidRequest("chat.chat_template_kwargs", _NO_OBJECT)
     for index, tool in enumerate(tools):
         place = f"chat.tools[{index}]"
         if not _TOOL_NAME.fullmatch(tool.name):
@@ -327,7 +328,7 @@ def _chat_options(chat: inference_pb2.Chat) -> TemplateOptions:
         if any(tool.name == other.name for other in tools[:index]):
             raise InvalidRequest(f"{place}.name", "is another tool's too")
         if tool.parameters and json_object(tool.parameters) is None:
-            raise InvalidRequest(f"{place}.parameters", "is no JSON object, or nests too deeply")
+            raise InvalidRequest(f"{place}.parameters", _NO_OBJECT)
         if tool.schema.get("type", "object") != "object":
             raise InvalidRequest(f"{place}.parameters", "is no schema of objects")
     if chat.HasField("tool_choice") and not tools:

@@ -251,11 +251,7 @@ def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
         "top_p": fields.numbers.get("top_p"),
         "truncation": "disabled",
     }
-    try:
-        num_bytes = len(json.dumps(repeated, allow_nan=False))
-    except ValueError:
-        raise invalid(None, "the body has a number that is none in JSON", code="invalid_json") from None
-    return repeated, num_bytes
+    return repeated, len(json.dumps(repeated))
 
 
 # ---- the input -----------------------------------------------------------------------------------------------------

@@ -153,6 +153,26 @@ def test_a_name_that_comes_twice_among_very_many_is_found_at_once() -> None:
     assert time.thread_time() - began_s < 3.0
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1E+0400", f"-1{'0' * 400}.0"])
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ('"temperature": ?', "temperature"),
+        ('"chat_template_kwargs": {"a": [0, ?]}', "chat_template_kwargs.a[1]"),
+        ('"messages": [{"role": "user", "content": [{"input": {"a": ?}}]}]', "messages[0].content[0].input.a"),
+        ('"metadata": {"a": ?}', "metadata.a"),
+    ],
+)
+def test_a_number_that_json_lacks_is_refused_by_its_place(number: str, more: str, param: str) -> None:
+    with pytest.raises(ApiError, match="is a number that JSON lacks, or larger than any double") as refused:
+        parse_chat(f'{{"model": "demo", {more.replace("?", number)}}}'.encode())
+    assert refused.value.param == param
+
+
+def test_a_prompt_may_speak_of_such_numbers() -> None:
+    assert chat(content="NaN, Infinity and 1e999").prompts
+
+
 OPTIONS: dict[str, Any] = {
     "seed": -3,
     "temperature": 0.75,
