@@ -47,11 +47,11 @@ class NumberOption:
         if math.isfinite(value) and above and value <= self.high:
             return None
         told = value if sent is None else sent
-        shown = str(told) if self.kind is int else _shown(told)
+        shown = str(told) if self.kind is int else shown_number(told)
         return f"{shown} is not in {'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
 
 
-def _shown(value: float) -> str:
+def shown_number(value: float) -> str:
     """Returns the shortest text that tells the number from all others: from all float32s if it is one itself."""
     if abs(value) <= _LARGEST_FLOAT32 and _as_float32(value) == value:
         for digits in (7, 8, 9):

@@ -18,6 +18,7 @@ from common.sampling.params import (
     NUMBER_OPTIONS,
     NumberOption,
     ResolvedSampling,
+    shown_number,
 )
 from common.wire.codec_commands import grammar_of, reasoning_of
 
@@ -162,9 +163,10 @@ def _logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[tupl
     if len(params.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
         raise InvalidRequest("sampling.logit_bias", f"more than {MAX_LOGIT_BIAS_ENTRIES} entries")
     check_token_ids("sampling.logit_bias", params.logit_bias, vocab_size)
-    for value in params.logit_bias.values():
+    for token_id, value in params.logit_bias.items():
         if not -MAX_BIAS <= value <= MAX_BIAS:
-            raise InvalidRequest("sampling.logit_bias", f"{value} is not in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
+            told = f"{shown_number(value)} of id {token_id}"
+            raise InvalidRequest("sampling.logit_bias", f"{told} is not in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
     return tuple(sorted(params.logit_bias.items()))
 
 

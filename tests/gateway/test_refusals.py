@@ -395,6 +395,7 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
         (CHAT, {"priority": 1 << 31}, "priority: 2147483648 is not in [-2147483648, 2147483647]"),
         ("/v1/completions", {"prompt": [3, -5]}, "prompt: -5 at index 1 is no token id"),
         ("/v1/completions", {"prompt": [[1], [1 << 32]]}, "prompt: 4294967296 at index 0 is no token id"),
+        (CHAT, {"logit_bias": {"1": 1, "5": 100.1}}, "logit_bias: 100.1 of id 5 is not in [-100, 100]"),
         (CHAT, {"logit_bias": {"1": 1, "foo": 1}}, "logit_bias: 'foo' is no token id, as its keys must be"),
         (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role: is required"),
         (
