@@ -33,7 +33,7 @@ MAX_FIELDS = 256
 """The most fields in a request. It is high because clients of some servers send every known field with its default."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
-_MAY_LACK_A_NUMBER = re.compile(rb"NaN|Infinity|[eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
+_MAY_LACK_A_NUMBER = re.compile(rb"NaN|Infinity|[eE]\+?0*[1-9][0-9]{2}|[0-9]{200}")
 """Finds, in a body that was parsed, what may have become NaN or infinite, as JSON has no such numbers; or a text."""
 """Matches the JSON parser's error message for a name that comes twice in one object."""
 _HARMLESS = frozenset(

@@ -153,7 +153,7 @@ def test_a_name_that_comes_twice_among_very_many_is_found_at_once() -> None:
     assert time.thread_time() - began_s < 3.0
 
 
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1E+0400", f"-1{'0' * 400}.0"])
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1E+0400", f"-1{'0' * 400}.0", f"1{'0' * 250}e99"])
 @pytest.mark.parametrize(
     ("more", "param"),
     [
