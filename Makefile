@@ -18,7 +18,7 @@ BENCH_ARGS ?=
 help:
 	@echo 'make demo         serve SmolLM2-135M on a prefill and a decode process, stream an answer, print the figures'
 	@echo 'make test         proves the product in minutes   (PYTEST_ARGS="tests/kv -k slots" for a part)'
-	@echo 'make test-all     the thorough tests as well      (PART=3/8 for the third of eight parts of these alone)'
+	@echo 'make test-all     the thorough tests as well      (PART=3/8 for the third of eight parts of these alone, 1,3/8 for two)'
 	@echo 'make compose-test build the images and run the compose files; needs Docker, compose, openssl and promtool'
 	@echo 'make kubernetes-test  build the images and run the pods of deploy/kubernetes as containers; needs Docker and compose'
 	@echo 'make ray-test     serve the demo model on a Ray cluster of three nodes here, in an environment of its own'

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # not installed where only tests/gpu runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests that are selected")
+    parser.addoption("--part", metavar="K[,K]/N", help="run the K-th of N parts of the tests that are selected")
     parser.addoption("--write-costs", action="store_true", help="write what the tests cost into benchmarks/tests.md")
 
 

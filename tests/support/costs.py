@@ -104,12 +104,12 @@ def _is_thorough(item: pytest.Item) -> bool:
     return item.get_closest_marker("thorough") is not None
 
 
-def _part(text: str) -> tuple[int, int]:
-    if match := re.fullmatch(r"(\d+)/(\d+)", text):
-        part, num_parts = int(match[1]), int(match[2])
-        if 1 <= part <= num_parts:
-            return part, num_parts
-    raise pytest.UsageError(f"--part {text}: not K/N with K from 1 to N, such as 3/8")
+def _parts(text: str) -> tuple[set[int], int]:
+    if match := re.fullmatch(r"(\d+(?:,\d+)*)/(\d+)", text):
+        parts, num_parts = {int(part) for part in match[1].split(",")}, int(match[2])
+        if all(1 <= part <= num_parts for part in parts):
+            return parts, num_parts
+    raise pytest.UsageError(f"--part {text}: not K/N with K from 1 to N, such as 3/8 or 1,3/8")
 
 
 def _seconds_of_tree() -> float:
@@ -139,15 +139,15 @@ class TestCosts:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keeps the tests of the part, and puts the dearest files first: processes that each take whole files then
+        """Keeps the tests of the parts, and puts the dearest files first: processes that each take whole files then
         finish at nearly the same time. The order of tests within a file stays.
         """
-        if part_of_n := config.getoption("part"):
-            part, num_parts = _part(part_of_n)
+        if parts_of_n := config.getoption("part"):
+            parts, num_parts = _parts(parts_of_n)
             files = {_file_of(item) for item in items}
             part_of = part_of_files({file: self._seconds(file, thorough=True) for file in files}, num_parts)
-            left = [item for item in items if part_of[_file_of(item)] != part]
-            items[:] = [item for item in items if part_of[_file_of(item)] == part]
+            left = [item for item in items if part_of[_file_of(item)] not in parts]
+            items[:] = [item for item in items if part_of[_file_of(item)] in parts]
             config.hook.pytest_deselected(items=left)
         kinds = {(_file_of(item), _is_thorough(item)) for item in items}
         seconds: dict[str, float] = defaultdict(float)
