@@ -31,8 +31,9 @@ child.wait()
 
 
 FORKING_PARENT = PARENT.replace(
-    "child.wait()", "import os, time\nprint(os.fork() or os.getpid(), flush=True)\ntime.sleep(60)"
+    "child.wait()", "import os, time\nos.write(1, b'%d\\n' % (os.fork() or os.getpid()))\ntime.sleep(60)"
 )
+"""Both processes write their line in one piece: in Python's unbuffered mode `print` writes the line's end apart."""
 
 
 def test_a_busy_child_ends_when_its_parent_is_killed() -> None:
