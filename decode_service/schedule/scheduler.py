@@ -1,7 +1,7 @@
 """The decode engine. Each step is one overlap iteration.
 
-step:   commands ─▶ landed rows ─▶ hand-offs ─▶ merge, retract, prepare ─▶ launch N+1 ─▶ events ─▶ finish N
-stream: ........................... forward N ....................................... ][ forward N+1 .......
+step:    commands ─▶ ready rows ─▶ handoffs ─▶ prompts ─▶ merge, retract ─▶ launch N+1 ─▶ events ─▶ finish N
+forward: ......................... forward N ...................................................... ][ forward N+1 ...
 
 If grammars constrain rows of N+1, their tokens are drawn only after "finish N", when the masks are known.
 """
