@@ -24,7 +24,7 @@ _RANGES = {
     FieldDescriptor.TYPE_UINT32: (0, (1 << 32) - 1),
     FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1),
 }
-_LARGEST_FLOAT = float.fromhex("0x1.fffffep+127")
+_SMALLEST_FLOAT, _LARGEST_FLOAT = float.fromhex("0x1p-149"), float.fromhex("0x1.fffffep+127")
 _NOT_SCALAR = ("token_ids", "chat", "generated_token_ids")
 _LISTS = ("stop", "stop_token_ids", "shown_special_tokens", "bad_words", "allowed_token_ids")
 
@@ -331,11 +331,13 @@ def _fault(message: Descriptor, name: str, error: Exception) -> str:
 
 
 def _float32(value: Any) -> Any:
-    """Returns a value for a field that is a float in protobuf, which would make infinity of a larger number. Raises
-    ValueError for one.
+    """Returns a value for a field that is a float in protobuf, which makes zero of a tiny number. Raises ValueError for
+    one of which it makes infinity.
     """
     if isinstance(value, int | float) and _LARGEST_FLOAT < abs(value) < math.inf:
         raise ValueError(f"{value} is too large for a float32")
+    if isinstance(value, float) and 0.0 < abs(value) < _SMALLEST_FLOAT:
+        return math.copysign(_SMALLEST_FLOAT, value)
     return value
 
 

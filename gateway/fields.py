@@ -295,7 +295,7 @@ def _check_finite(place: tuple[int | str, ...], value: Any) -> None:
     """Raises ApiError, which names the place, if a number anywhere in `value` is NaN or infinite."""
     match value:
         case float() if not math.isfinite(value):
-            raise invalid(_path(place), f"{value} is a number that JSON lacks, or larger than any double")
+            raise invalid(_path(place), "is a number that JSON lacks, or larger than any double")
         case dict() | list():
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 _check_finite((*place, key), inner)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from common.grammar.grammar import MAX_CHARS, SCHEMA_OPTIONS, GrammarKind
+from common.grammar.grammar import MAX_CHARS, SCHEMA_OPTIONS, GrammarKind, whitespace_fault
 from common.text.chat_messages import json_object
 from gateway.errors import invalid
 
@@ -87,6 +87,13 @@ class StructuredOutputs(StrictFields):
     disable_additional_properties: bool | None = None
     disable_fallback: bool = False  # accepted: there is one grammar library
     whitespace_pattern: GrammarText | None = None
+
+    @field_validator("whitespace_pattern")
+    @classmethod
+    def _check_whitespace(cls, pattern: str | None) -> str | None:
+        if pattern is not None and (fault := whitespace_fault(pattern)):
+            raise ValueError(fault)
+        return pattern
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -36,6 +36,19 @@ MAX_CHARS: Mapping[GrammarKind, int] = {
 
 SCHEMA_OPTIONS = "x-guidance"
 """The keyword at the root of a JSON schema for options of its grammar (llguidance's name)."""
+_BLANKS = re.compile(r"(?: |\n|\r|\t|\\[nrst]|[\[\]()|*+?]|\{[0-9]*,?[0-9]*\})*")
+"""Matches a regular expression of JSON's blanks."""
+
+
+def whitespace_fault(pattern: str) -> str:
+    """Returns what is wrong with a regular expression for the blanks of JSON, or "" if nothing is."""
+    if not _BLANKS.fullmatch(pattern):
+        return "may match spaces, tabs and line ends only"
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no regular expression: {error}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

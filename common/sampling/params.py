@@ -41,12 +41,12 @@ class NumberOption:
         """Returns what is wrong with the value, in words for an error that names the option, or None if the value is
         valid.
 
-        If the value was rounded to a float32, `sent` is the number before that, which the words tell.
+        If the value was rounded to a float32, `sent` is the number before that, which counts.
         """
-        above = self.low < value if self.is_low_open else self.low <= value
-        if math.isfinite(value) and above and value <= self.high:
-            return None
         told = value if sent is None else sent
+        above = self.low < told if self.is_low_open else self.low <= told
+        if math.isfinite(value) and above and told <= self.high:
+            return None
         shown = str(told) if self.kind is int else shown_number(told)
         return f"{shown} is not in {'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
 

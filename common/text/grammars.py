@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
-from common.grammar.grammar import MAX_CHARS, SCHEMA_OPTIONS, Grammar, GrammarKind
+from common.grammar.grammar import MAX_CHARS, SCHEMA_OPTIONS, Grammar, GrammarKind, whitespace_fault
 from common.grammar.matcher import Mask, Matcher, allows, forbid
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
@@ -101,6 +101,7 @@ _NUMERIC = _BOUNDS | {
     *("minProperties", "maxProperties"),
 }
 """Keywords whose numbers say something about an output."""
+_COUNTS = _NUMERIC - _BOUNDS - {"multipleOf"}
 _MOST = 2**63
 _NEARLY_MOST = 2**63 - 1024
 """llguidance reads numbers as doubles, and bounds of integers as 64 bits; it accepts no range from -_MOST. The largest
@@ -117,6 +118,8 @@ _EXCLUSIVE = (
 _TOO_LARGE = "is at or beyond the ends of 64 bits"
 _KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
 _NOWHERE = re.compile("(?:Pointer|Anchor) '(.*)' does not exist")
+_EMPTY = re.compile("Unsatisfiable schema: Regex is empty.*")
+"""Matches words that go on with a regular expression of the library's own."""
 _ELSEWHERE = re.compile("Resource '(.*)' is not present in a registry")
 _ODD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _PLAIN_REFERENCE = re.compile(r"(#(/(\$defs|definitions|properties)/[^/%]*)*)?")
@@ -128,8 +131,6 @@ _LARK_PART = re.compile(
 """Matches strings, regular expressions, comments and token names in a Lark grammar, in which a keyword does not count,
 and the keywords that JSON follows.
 """
-_BLANKS = re.compile(r"(?: |\n|\r|\t|\\[nrt]|[\[\]()|*+?]|\{[0-9]*,?[0-9]*\})*")
-"""Matches a regular expression of JSON's blanks."""
 AnyT = TypeVar("AnyT")
 _Place: TypeAlias = "tuple[_Place, str] | None"
 """The place of a value in a schema: the place of what contains it, and its name or index there. None: the schema
@@ -613,7 +614,9 @@ def _words(matcher: LLMatcher) -> str:
         return f"$ref: #{unquote(missing[1])} leads nowhere"
     if other := _ELSEWHERE.search(words):
         return f"$ref or $schema: {other[1]} is another document, which is not read"
-    return "no text matches it" if words == "NoExtensionBias" else words
+    if words == "NoExtensionBias":
+        return "no text matches it"
+    return _EMPTY.sub("no text that can be written fits its keywords", words)
 
 
 def _choice_as_lark(texts: Sequence[str]) -> str:
@@ -683,8 +686,8 @@ def _options(asked: Any) -> Any:
     if [type(pattern), type(flexible)] != [str, bool]:
         raise GrammarRefused(f"{SCHEMA_OPTIONS}: has a value of a wrong type")
     pattern = pattern.replace(r"\s", r"[ \n\r\t]")
-    if not _BLANKS.fullmatch(pattern):
-        raise GrammarRefused(f"{SCHEMA_OPTIONS}: whitespace_pattern may match spaces, tabs and line ends only")
+    if fault := whitespace_fault(pattern):
+        raise GrammarRefused(f"{SCHEMA_OPTIONS}: whitespace_pattern: {fault}")
     whitespace = {"whitespace_pattern": pattern} if flexible else {"whitespace_flexible": False}
     return {**_JSON_OPTIONS, **whitespace}
 
@@ -704,7 +707,7 @@ def _check_is_json(schema: dict[str, Any]) -> None:
     while waiting:
         place, part = waiting.pop()
         if isinstance(part, float) and not math.isfinite(part):
-            raise GrammarRefused(f"{_path(place)}: {part} is a number that JSON lacks, or larger than any double")
+            raise GrammarRefused(f"{_path(place)}: is a number that JSON lacks, or larger than any double")
         if isinstance(part, dict | list):
             waiting += _inside(place, part)
 
@@ -757,6 +760,13 @@ def _leave_out_idle_keywords(part: dict[str, Any]) -> None:
     if "if" not in part:
         part.pop("then", None)
         part.pop("else", None)
+    properties, least, most = part.get("properties", {}), part.get("minProperties"), part.get("maxProperties")
+    required = part.get("required")
+    if type(least) is int and isinstance(required, list) and least <= len({*map(str, required)}):
+        del part["minProperties"]
+    is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    if type(most) is int and is_closed and isinstance(properties, dict) and len(properties) <= most:
+        del part["maxProperties"]
     if part.get("minContains") == 0 and "maxContains" not in part:
         part.pop("contains", None)
     if "contains" not in part:
@@ -778,6 +788,9 @@ def _make_writable(part: dict[str, Any]) -> None:
     for keyword in ("const", "enum"):
         if any(map(has_unwritable, _leaves(part.get(keyword), str))):
             raise _KeywordRefused(keyword, "has a control character without a short escape")
+    for keyword in _COUNTS.intersection(part):
+        if isinstance(number := part[keyword], float) and number.is_integer():
+            part[keyword] = int(number)
     kinds = part.get("type")
     is_integer = "integer" in kinds and "number" not in kinds if isinstance(kinds, list) else kinds == "integer"
     for keyword in _BOUNDS.intersection(part):
@@ -915,12 +928,10 @@ def _schemas_in(schema: dict[str, Any]) -> Iterator[_Part]:
 
 def _fault_in(schema: dict[str, Any], words: str) -> str:
     """Returns what is wrong in a schema that the library refuses with `words`, after its place, or "" if that is not
-    known, or the words name it.
+    known.
 
     Looks at the schemas that the library reads, those behind references included.
     """
-    if "Unimplemented keys" in words:
-        return ""
     waiting: list[tuple[_Place, Any]] = [(None, schema)]
     known: set[int] = set()
     while waiting:
@@ -931,7 +942,7 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
             return f"{_path(place)}: is not an object, true or false"
         known.add(id(part))
         try:
-            _check_alone(part, finds_empty="is empty" in words)
+            _check_alone(part, words)
         except _KeywordRefused as error:
             return f"{_path((place, error.keyword))}: {error}"
         for keyword, value in part.items():
@@ -952,13 +963,28 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
     return ""
 
 
-def _check_alone(part: dict[str, Any], *, finds_empty: bool) -> None:
-    """Raises _KeywordRefused for a keyword that the library refuses wherever it is, or with `finds_empty` for one that
-    no value fits, which it refuses in some places.
+def _check_alone(part: dict[str, Any], words: str) -> None:
+    """Raises _KeywordRefused for a keyword that the library refuses wherever it is, or for one that it refuses in some
+    places if its `words` are about such a one.
     """
     for keyword in _NEVER_EMPTY:
-        if finds_empty and part.get(keyword) == []:
+        if "is empty" in words and part.get(keyword) == []:
             raise _KeywordRefused(keyword, "is empty")
+    for keyword in part:
+        if words.startswith("Unimplemented keys") and json.dumps(keyword) in words:
+            raise _KeywordRefused(keyword, "is not supported")
+    if words.startswith("oneOf constraints") and "oneOf" in part:
+        raise _KeywordRefused("oneOf", "its branches may overlap, which is not supported; anyOf is")
+    if words.startswith("min/maxProperties"):
+        for keyword in ("minProperties", "maxProperties"):
+            if keyword in part:
+                raise _KeywordRefused(keyword, f"{part[keyword]} is not supported with keys that may be left out")
+    for keyword in sorted(_NUMERIC.intersection(part)):
+        number = part[keyword]
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise _KeywordRefused(keyword, "is not a number")
+        if keyword in _COUNTS and not (isinstance(number, int) and number >= 0):
+            raise _KeywordRefused(keyword, f"{number} is not a whole number from 0 on")
     for keywords, kind, what in ((_LIST_KEYWORDS, list, "a list"), (_NAME_KEYWORDS, dict, "an object")):
         for keyword in keywords.intersection(part):
             if not isinstance(part[keyword], kind):

@@ -11,9 +11,16 @@ import re
 
 _UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _HAS_UNWRITABLE = re.compile(f"[{_UNWRITABLE}]")
+_SURROGATES = re.compile(r"\\u([dD][89abAB][0-9A-Fa-f]{2})\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
+"""Matches a character beyond 16 bits as ECMA-262 writes it."""
 _ESCAPE = re.compile(
-    r"\\(?:[pP](?:\{[^}]*\}|.)|[xuU]\{[^}]*\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL
+    rf"{_SURROGATES.pattern}|\\(?:[pP](?:\{{[^}}]*\}}|.)|[xuU]\{{[^}}]*\}}|x[0-9A-Fa-f]{{2}}|u[0-9A-Fa-f]{{4}}"
+    r"|U[0-9A-Fa-f]{8}|0[0-9]+|c[A-Za-z]|.)",
+    re.DOTALL,
 )
+_IS_SET = re.compile(r"\\[dDsSwWpP]")
+"""Matches an escape that is no end of a range."""
+_MARKS_IN_CLASS = frozenset("[]&~-^")
 _MAY_MATCH_UNWRITABLE = frozenset("pPWDSsxuUav")
 _IGNORES_SPACE = re.compile(r"\(\?[a-zA-Z]*x")
 
@@ -38,7 +45,8 @@ def has_unwritable(text: str) -> bool:
 def writable_pattern(pattern: str) -> str:
     """Returns a regular expression in Rust's syntax that matches the strings of `pattern` that our grammars can write.
 
-    A malformed pattern may be returned unchanged. Raises PatternRefused if the pattern is not supported.
+    `pattern` has ECMA-262's syntax, as JSON Schema says. A malformed one may be returned unchanged. Raises
+    PatternRefused if it is not supported.
     """
     if _IGNORES_SPACE.search(pattern):
         raise PatternRefused("the flag x is not supported")
@@ -46,6 +54,7 @@ def writable_pattern(pattern: str) -> str:
     while place < len(pattern):
         end = _end_of_part(pattern, place)
         part = pattern[place:end]
+        part = _class(part) if part[0] == "[" else _escape(part)
         is_set = part[0] == "[" or (part[0] == "\\" and part[1:2] in _MAY_MATCH_UNWRITABLE) or has_unwritable(part)
         parts.append(f"[{part}&&[^{_UNWRITABLE}]]" if is_set else part)
         place = end
@@ -55,21 +64,60 @@ def writable_pattern(pattern: str) -> str:
 def _end_of_part(pattern: str, place: int) -> int:
     """Returns where the class, the escape or the character at `place` ends."""
     if pattern[place] == "\\":
-        escape = _ESCAPE.match(pattern, place)
-        return len(pattern) if escape is None else escape.end()
+        return _end_of_escape(pattern, place)
     if pattern[place] != "[":
         return place + 1
-    depth = 0
+    place += 1 + pattern.startswith("^", place + 1)
+    place += pattern.startswith("]", place)  # a first one stands for itself, as in Python
     while place < len(pattern):
-        if pattern[place] == "\\":
-            place += 1
-        elif pattern[place] == "[":
-            depth += 1
-            place += pattern.startswith("^", place + 1)
-            place += pattern.startswith("]", place + 1)  # a first one stands for itself
-        elif pattern[place] == "]":
-            depth -= 1
-            if not depth:
-                return place + 1
-        place += 1
+        if pattern[place] == "]":
+            return place + 1
+        place = _end_of_escape(pattern, place) if pattern[place] == "\\" else place + 1
     return len(pattern)
+
+
+def _end_of_escape(pattern: str, place: int) -> int:
+    escape = _ESCAPE.match(pattern, place)
+    return len(pattern) if escape is None else escape.end()
+
+
+def _class(written: str) -> str:
+    """Returns a class in Rust's syntax, in which brackets, `&&`, `--` and `~~` inside a class would mean something."""
+    if len(written) < 3 or written[-1] != "]":
+        return written  # never closed
+    begin = 2 if written[1] == "^" else 1
+    parts: list[str] = []
+    place, end = begin, len(written) - 1
+    while place < end:
+        after = _end_of_escape(written, place) if written[place] == "\\" else place + 1
+        parts.append(written[place:after])
+        place = after
+    made: list[str] = []
+    index = 0
+    while index < len(parts):
+        ends = parts[index : index + 3]
+        if len(ends) == 3 and ends[1] == "-" and not _IS_SET.match(ends[0]) and not _IS_SET.match(ends[2]):
+            made += (_in_class(ends[0]), "-", _in_class(ends[2]))
+            index += 3
+        else:
+            made.append(_in_class(parts[index]))
+            index += 1
+    return f"{written[:begin]}{''.join(made)}]"
+
+
+def _in_class(part: str) -> str:
+    if part == "\\b":
+        return r"\x08"
+    return f"\\{part}" if part in _MARKS_IN_CLASS else _escape(part)
+
+
+def _escape(part: str) -> str:
+    """Returns an escape in Rust's syntax. What is no escape, or the same in both, is returned unchanged."""
+    if part == r"\0":
+        return r"\x00"
+    if part[:2] == r"\c" and len(part) == 3:
+        return f"\\x{ord(part[2]) % 32:02x}"
+    if pair := _SURROGATES.fullmatch(part):
+        character = 0x10000 + ((int(pair[1], 16) - 0xD800) << 10) + int(pair[2], 16) - 0xDC00
+        return f"\\u{{{character:x}}}"
+    return part

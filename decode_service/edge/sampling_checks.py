@@ -123,26 +123,29 @@ def _reasoning(params: types_pb2.SamplingParams) -> Reasoning | None:
 def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest("sampling.stop", f"{len(stop)} strings are more than {MAX_STOP_STRINGS}")
-    for text in stop:
-        if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-            raise InvalidRequest("sampling.stop", f"each must have 1 to {MAX_STOP_STRING_CHARS} characters")
+    _check_lengths("sampling.stop", stop, least=1, most=MAX_STOP_STRING_CHARS)
     return tuple(dict.fromkeys(stop))
+
+
+def _check_lengths(field: str, texts: Sequence[str], *, least: int, most: int) -> None:
+    for index, text in enumerate(texts):
+        if not least <= len(text) <= most:
+            raise InvalidRequest(
+                field, f"has {len(text)} characters at index {index}, each must have {least} to {most}"
+            )
 
 
 def _shown_special_tokens(names: Sequence[str]) -> tuple[str, ...]:
     if len(names) > MAX_SHOWN_SPECIAL_TOKENS:
         raise InvalidRequest("sampling.shown_special_tokens", f"more than {MAX_SHOWN_SPECIAL_TOKENS} names")
-    if any(len(name) > MAX_SHOWN_CHARS for name in names):
-        raise InvalidRequest("sampling.shown_special_tokens", f"each must have at most {MAX_SHOWN_CHARS} characters")
+    _check_lengths("sampling.shown_special_tokens", names, least=0, most=MAX_SHOWN_CHARS)
     return tuple(names)
 
 
 def _bad_words(bad_words: Sequence[str]) -> tuple[str, ...]:
     if len(bad_words) > MAX_BAD_WORDS:
         raise InvalidRequest("sampling.bad_words", f"{len(bad_words)} texts are more than {MAX_BAD_WORDS}")
-    for text in bad_words:
-        if not 1 <= len(text) <= MAX_BAD_WORD_CHARS:
-            raise InvalidRequest("sampling.bad_words", f"each must have 1 to {MAX_BAD_WORD_CHARS} characters")
+    _check_lengths("sampling.bad_words", bad_words, least=1, most=MAX_BAD_WORD_CHARS)
     return tuple(bad_words)
 
 

@@ -198,6 +198,9 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
         raise invalid("prompt", _PROMPT_KINDS)
     if not prompt:
         raise invalid("prompt", "is empty")
+    for index, each in enumerate(prompt):
+        if each in ("", []):
+            raise invalid("prompt", f"is empty at index {index}")
     if all(isinstance(each, str) for each in prompt):
         return tuple(map(TextInput, prompt))
     if _are_ids(prompt):

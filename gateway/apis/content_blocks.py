@@ -88,7 +88,7 @@ def _turns(place: str, message: Mapping[str, Any]) -> Iterator[ChatTurn]:
         raise invalid(f"{place}.role", "is required")
     if not isinstance(role, str) or role not in _KINDS:
         raise none_of(f"{place}.role", role, _KINDS)
-    refuse_other_fields(place, message, {"role", "content"})
+    refuse_other_fields(place, message, {"role", "content", "cache_control"})
     blocks = _blocks(f"{place}.content", message.get("content"), _KINDS[role])
     match role:
         case "user":

@@ -214,6 +214,7 @@ def test_the_type_of_an_answer_is_its_schemas(server: ScriptedServer, client: Cl
             {"temperature": 0.0, "seed": 2**64 - 1, "stop": ["a", "b"], "logit_bias": {4: -1.0}, "top_p": None},
             {"sampling": {"temperature": 0.0, "seed": 2**64 - 1, "stop": ["a", "b"], "logit_bias": {4: -1.0}}},
         ),
+        ({"top_p": 1e-50, "min_p": 1e-50}, {"sampling": {"top_p": 2**-149, "min_p": 2**-149}}),
         ({"choice": ["a", "b"]}, {"sampling": {"choice": {"texts": ["a", "b"]}}}),
         ({"choice": []}, {"sampling": {"choice": {}}}),
         ({"ebnf": 'root ::= "a"'}, {"sampling": {"ebnf": 'root ::= "a"'}}),

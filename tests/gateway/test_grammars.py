@@ -110,7 +110,7 @@ def test_vllms_switch_says_whether_objects_are_open(fields: dict[str, Any], open
         ),
         ({"structured_outputs": {"structural_tag": "{}"}}, r"structured_outputs\.structural_tag: "),
         (
-            {"structured_outputs": {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": "a"}},
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}},
             "structured_outputs: disable_any_whitespace does not go with whitespace_pattern",
         ),
         ({"response_format": {"type": "structural_tag"}}, r"response_format\.type: "),
@@ -121,6 +121,14 @@ def test_vllms_switch_says_whether_objects_are_open(fields: dict[str, Any], open
         ({"regex": 1}, "regex: "),
         ({"guided_json": 7}, "guided_json: "),
         ({"json_schema": [{}]}, "json_schema: "),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": "("}},
+            "structured_outputs.whitespace_pattern: is no regular expression: missing",
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": "a"}},
+            "structured_outputs.whitespace_pattern: may match spaces, tabs and line ends only",
+        ),
         ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern: "),
         *(({name: ""}, f"{name}: must not be empty$") for name in ("regex", "ebnf", "json_schema")),
         *(({f"guided_{name}": ""}, f"guided_{name}: must not be empty$") for name in ("json", "regex", "grammar")),

@@ -509,6 +509,7 @@ def test_what_is_wrong_is_refused_by_name(gateway: GatewayHere, change: dict[str
         {"system": "", "stop_sequences": ["b"], "stop": ["b"]},
         {"output_config": {"effort": "max"}},
         said(text("a", cache_control={"type": "ephemeral"})),
+        {"messages": [{"role": "user", "content": "a", "cache_control": {"type": "ephemeral"}}]},
     ],
 )
 def test_what_changes_no_output_is_taken(edge: GatewayHere, scripted: ScriptedServer, asked: dict[str, Any]) -> None:
