@@ -79,7 +79,8 @@ def running_pair(
     hands_all_over: bool = True,
     **options: Any,
 ) -> Iterator[RunningPair]:
-    """Runs a pair of processes on a tiny model, and yields it once it is ready.
+    """Runs a pair of processes on a tiny model, and yields it once it is ready, each replica of it for each decode
+    service.
 
     With `waits_ready` False it does not wait until the services are ready. With `hands_all_over` False the decode
     services compute short prompts themselves, as they do by default. `options` are LocalPair's. `model` is None if each
@@ -106,6 +107,8 @@ def running_pair(
             stack.enter_context(PrefillClient(address, channel_overrides=RECONNECT_AT_ONCE))
             for address in processes.prefill_addresses
         )
+        if waits_ready:  # a decode service is ready with its first replica
+            wait_until(lambda: all(each.is_ready for decode in decodes for each in decode.load().prefill_replicas))
         yield RunningPair(processes, decodes, prefills)
 
 
