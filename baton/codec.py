@@ -24,6 +24,7 @@ from baton.events import (
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, PrefillLoad, PrefillReplica
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
 from common.peer_text import peer_text
+from common.sampling.params import as_written
 from common.telemetry.stats import SpeculationCounts, Timings
 
 _FINISH_REASONS = {
@@ -128,7 +129,7 @@ def model_info_from_wire(info: inference_pb2.GetModelInfoResponse) -> ModelInfo:
         },
         output_format=peer_text(info.output_format),
         has_reasoning=info.has_reasoning,
-        sampling_defaults={option.name: value for option, value in info.sampling_defaults.ListFields()},
+        sampling_defaults={each.name: as_written(value) for each, value in info.sampling_defaults.ListFields()},
         chat_template_variables=tuple(map(peer_text, info.chat_template_variables)),
         chat_template=info.chat_template,
         special_tokens=dict(info.special_tokens),

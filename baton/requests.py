@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, Self, TypedDict, TypeVar
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 from baton.errors import InvalidArgument
 from baton.v1 import inference_pb2, types_pb2
@@ -19,10 +20,13 @@ from common.text.output_formats import FINAL, START
 
 _GRAMMARS = ("json_schema", "regex", "choice", "ebnf", "lark")
 _OUT_OF_RANGE = "Value out of range: "
+_ODD_TYPES = ("bad argument type", "asdict() should be called", "Field baton.v1.")
+"""How errors begin that protobuf and Python raise for a value of a wrong type."""
 _RANGES = {
     FieldDescriptor.TYPE_INT32: (-(1 << 31), (1 << 31) - 1),
     FieldDescriptor.TYPE_UINT32: (0, (1 << 32) - 1),
     FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1),
+    FieldDescriptor.TYPE_FIXED64: (0, (1 << 64) - 1),
 }
 _SMALLEST_FLOAT, _LARGEST_FLOAT = float.fromhex("0x1p-149"), float.fromhex("0x1.fffffep+127")
 _NOT_SCALAR = ("token_ids", "chat", "generated_token_ids")
@@ -135,7 +139,8 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         raise _invalid("prompt", "give exactly one of prompt, token_ids and chat")
     request = inference_pb2.GenerateRequest()
     if prompt is not None:
-        request.text = prompt
+        with _naming("prompt"):
+            request.text = prompt
     elif token_ids is not None:
         request.token_ids.SetInParent()
         _fill("token_ids", request.token_ids.ids, token_ids)
@@ -147,10 +152,8 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
         elif name not in PromptOptions.__annotations__:
             sampling[name] = value
         elif name not in _NOT_SCALAR and value is not None:
-            try:
+            with _naming(name, request.DESCRIPTOR.fields_by_name[name].type):
                 setattr(request, name, value)
-            except (TypeError, ValueError) as error:
-                raise _invalid(name, _fault(request.DESCRIPTOR, name, error)) from error
     _fill_chat(request, chat, chat_options)
     _fill("generated_token_ids", request.generated_token_ids, options.get("generated_token_ids", ()))
     request.sampling.CopyFrom(_sampling_params(sampling))
@@ -170,7 +173,8 @@ def tokenize_request(
         raise _invalid("prompt", "give exactly one of prompt and chat")
     request = inference_pb2.TokenizeRequest(with_pieces=with_pieces)
     if prompt is not None:
-        request.text = prompt
+        with _naming("prompt"):
+            request.text = prompt
     if add_special_tokens is not None:
         request.add_special_tokens = add_special_tokens
     _fill_chat(request, chat, chat_options)
@@ -191,17 +195,16 @@ def _fill_chat(
 ) -> None:
     if chat is not None:
         request.chat.SetInParent()
-        for message in chat:
-            _add_message(request.chat, message)
+        for index, message in enumerate(chat):
+            with _naming(f"chat.messages[{index}]"):
+                _add_message(request.chat, message)
     for name, option in options.items():
         if option is None:
             continue
         if chat is None:
             raise _invalid(f"chat.{name}", "goes with chat only")
-        try:
+        with _naming(f"chat.{name}"):
             _set_chat_option(request.chat, name, option)
-        except (TypeError, ValueError) as error:
-            raise _invalid(f"chat.{name}", str(error)) from error
 
 
 def _add_message(chat: inference_pb2.Chat, message: ChatMessage) -> None:
@@ -223,7 +226,7 @@ def _set_chat_option(chat: inference_pb2.Chat, name: str, value: Any) -> None:
     elif name == "tool_choice":
         chat.tool_choice.CopyFrom(inference_pb2.ToolChoice(**dataclasses.asdict(value)))
     elif name == "chat_template_kwargs":
-        chat.chat_template_kwargs = json.dumps(dict(value), allow_nan=False)
+        chat.chat_template_kwargs = _json(dict(value))
     else:
         setattr(chat, name, value)
 
@@ -235,7 +238,8 @@ def _sampling_params(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
             continue
         if name not in SamplingOptions.__annotations__:
             raise TypeError(f"there is no option {name!r}")
-        try:
+        kind = params.DESCRIPTOR.fields_by_name[name].type
+        with _naming(f"sampling.{name}", FieldDescriptor.TYPE_UINT32 if name == "logit_bias" else kind):
             if name == "logit_bias":
                 params.logit_bias.update({token_id: _float32(bias) for token_id, bias in dict(value).items()})
             elif name in _LISTS:
@@ -247,13 +251,11 @@ def _sampling_params(sampling: Mapping[str, Any]) -> types_pb2.SamplingParams:
             elif name in _GRAMMARS:
                 _set_grammar(params, name, value)
             else:
-                is_float = params.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_FLOAT
+                is_float = kind == FieldDescriptor.TYPE_FLOAT
                 setattr(params, name, _float32(value) if is_float else value)
                 # The service would tell the number to which protobuf rounds the value.
                 if is_float and (fault := NUMBER_OPTIONS[name].fault(getattr(params, name), sent=value)) is not None:
                     raise ValueError(fault)
-        except (TypeError, ValueError) as error:
-            raise _invalid(f"sampling.{name}", _fault(params.DESCRIPTOR, name, error)) from error
     if sampling.get("shown_special_tokens") is None:
         header = f"{START}{FINAL}" if params.HasField("json_schema") else ""  # a part of some models' answers
         params.shown_special_tokens.extend(filter(None, (params.reasoning.start, params.reasoning.end, header)))
@@ -272,7 +274,14 @@ def _set_grammar(params: types_pb2.SamplingParams, name: str, value: Any) -> Non
 def _schema_text(schema: JsonSchema) -> str:
     if isinstance(schema, str):
         return schema
-    return json.dumps(dict(schema) if isinstance(schema, Mapping) else schema.model_json_schema(), allow_nan=False)
+    return _json(dict(schema) if isinstance(schema, Mapping) else schema.model_json_schema())
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("has a number that JSON lacks, or contains itself") from None
 
 
 def parser_of(json_schema: JsonSchema | None, request: inference_pb2.GenerateRequest) -> Callable[[str], Any] | None:
@@ -316,18 +325,29 @@ def _no_string(values: Any) -> Any:
 
 
 def _fill(field: str, repeated: object, ids: Iterable[int]) -> None:
-    try:
+    with _naming(field, FieldDescriptor.TYPE_UINT32):
         repeated.extend(ids)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _naming(field: str, kind: int = 0) -> Iterator[None]:
+    """Raises InvalidArgument, which names the field, for the error of a value that protobuf does not take there. `kind`
+    is the type of the field's numbers.
+    """
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise _invalid(field, f"is not Unicode: {error.reason} at index {error.start}") from error
+    except AttributeError as error:
+        raise _invalid(field, "has a value of another type") from error
     except (TypeError, ValueError) as error:
-        raise _invalid(field, str(error)) from error
-
-
-def _fault(message: Descriptor, name: str, error: Exception) -> str:
-    """Returns the message of protobuf's error for a value of the field `name`, with the field's range."""
-    number = str(error).removeprefix(_OUT_OF_RANGE)
-    if number == str(error) or (bounds := _RANGES.get(message.fields_by_name[name].type)) is None:
-        return str(error)
-    return f"{number} is not in [{bounds[0]}, {bounds[1]}]"
+        words = str(error)
+        number = words.removeprefix(_OUT_OF_RANGE)
+        if number != words and (bounds := _RANGES.get(kind)) is not None:
+            words = f"{number} is not in [{bounds[0]}, {bounds[1]}]"
+        elif words.startswith(_ODD_TYPES):
+            words = "has a value of another type"
+        raise _invalid(field, words) from error
 
 
 def _float32(value: Any) -> Any:

@@ -115,8 +115,8 @@ TLS: Mapping[str, Any] = {
 
 
 def _tls(*, use_tls: bool | None, **files: Any) -> Tls | None:
-    """Returns the TLS settings, or None for a plain connection. Giving any TLS file turns TLS on."""
-    return Tls(**files) if use_tls or any(files[name] for name in ("ca_file", "cert_file", "key_file")) else None
+    """Returns the TLS settings, or None for a plain connection. Giving any of them turns TLS on."""
+    return Tls(**files) if use_tls or any(files.values()) else None
 
 
 def _logit_bias(entries: list[str] | None) -> dict[int, float] | None:
@@ -194,6 +194,8 @@ def all_of(given: list[str]) -> list[str]:
     addresses = [address for each in given for part in each.split(",") if (address := part.strip())]
     if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
         raise typer.BadParameter(f"{twice[0]} is named twice", param_hint="--address")
+    if given and not addresses:
+        raise typer.BadParameter("names no address", param_hint="--address")
     return addresses
 
 

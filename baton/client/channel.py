@@ -43,7 +43,14 @@ class Tls:
     server_name: str | None = None  # the name expected in the server's certificate; None means the address's host
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files and returns gRPC's credentials. Raises InvalidArgument for a file that cannot be read."""
+        """Reads the files and returns gRPC's credentials. Raises InvalidArgument for a file that cannot be read, and if
+        only one of certificate and key is given, with which gRPC would end the process.
+        """
+        if (self.cert_file is None) != (self.key_file is None):
+            field = "cert_file" if self.key_file is None else "key_file"
+            raise InvalidArgument(
+                f"{field}: cert_file and key_file go together", reason="INVALID_FIELD", metadata={"field": field}
+            )
         return grpc.ssl_channel_credentials(
             root_certificates=_read("ca_file", self.ca_file),
             private_key=_read("key_file", self.key_file),

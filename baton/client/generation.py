@@ -8,6 +8,7 @@ call 2:                           (Started)  Delta  Finished
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from baton.v1 import inference_pb2, types_pb2
 from common.grammar.reasoning import Reasoning
 from common.text.output_formats import without_header
 
+LONGEST_S = 1e9
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 TOLD_SPREAD_S = 0.5
@@ -67,6 +69,19 @@ class Progress:
 
     seed: int | None
     generated_token_ids: tuple[int, ...]
+
+
+def bounded_s(field: str, seconds: Any) -> float | None:
+    """Returns a timeout that gRPC takes: infinity and what is near to it count as LONGEST_S. Raises InvalidArgument,
+    which names the field, for NaN and for what is no number.
+    """
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or math.isnan(seconds):
+        raise InvalidArgument(
+            f"{field}: {seconds!r} is no number of seconds", reason="INVALID_FIELD", metadata={"field": field}
+        )
+    return min(seconds, LONGEST_S)
 
 
 class Generation:
@@ -98,6 +113,9 @@ class Generation:
         self._request = request
         self._clock = clock
         self._jitter = jitter
+        timeout_s = bounded_s("timeout_s", timeout_s)
+        resume_timeout_s = bounded_s("resume_timeout_s", resume_timeout_s)
+        admission_timeout_s = bounded_s("admission_timeout_s", admission_timeout_s)
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
         self._resume_timeout_s = resume_timeout_s
         resumes_with_own = resume_timeout_s is not None and admission_timeout_s is not None

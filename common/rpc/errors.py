@@ -25,10 +25,11 @@ _NOT_CONNECTED = re.compile(
     re.DOTALL,
 )
 _NOT_FOUND = re.compile(r"errors resolving (?P<address>\S+): .*", re.DOTALL)
-_REMOTE = "Failed to connect to remote host: "
+_REMOTE = re.compile("Failed to connect to remote host: |connect failed: addr: .* error: ")
 _WORDS = (
     ("Connection refused", "nothing listens at {address} (connection refused)"),
-    (_REMOTE, "{address} cannot be reached: {cause}"),
+    ("Failed to connect to remote host: ", "{address} cannot be reached: {cause}"),
+    ("connect failed: addr: ", "{address} cannot be reached: {cause}"),
     ("backend unhealthy", "{address} says that it is not ready"),
     (
         "http1.x server",
@@ -101,7 +102,7 @@ def connection_words(details: str) -> str:
         verdict = _VERDICT.search(why)
         return next(words for part, words in _WORDS if part in why).format(
             address=address,
-            cause=why.removeprefix(_REMOTE),
+            cause=_REMOTE.sub("", why, count=1),
             verdict=f" ({verdict['verdict']})" if verdict and verdict["verdict"] else "",
         )
     if found := _NOT_FOUND.fullmatch(details):

@@ -61,6 +61,11 @@ def shown_number(value: float) -> str:
     return str(value).removesuffix(".0")
 
 
+def as_written(value: float) -> float:
+    """Returns the shortest decimal number of which protobuf made this float32; another number unchanged."""
+    return float(shown_number(value)) if type(value) is float else value
+
+
 def _as_float32(value: float) -> float:
     (rounded,) = struct.unpack("f", struct.pack("f", value))
     return float(rounded)

@@ -383,6 +383,12 @@ async def test_a_server_that_breaks_the_order_is_an_internal_error(
         ({"prompt": "a", "tools": []}, "chat.tools"),
         ({"prompt": "a", "add_generation_prompt": True}, "chat.add_generation_prompt"),
         ({"prompt": "a", "reasoning": Reasoning("<r>", "</r>", max_tokens=-1)}, "sampling.reasoning"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"chat": [ChatMessage("user", "a"), ChatMessage("user", "\ud800")]}, "chat.messages[1]"),
+        ({"chat": [{"role": "user"}]}, "chat.messages[0]"),
+        ({"prompt": "a", "json_schema": 5}, "sampling.json_schema"),
+        ({"prompt": "a", "timeout_s": float("nan")}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": "5"}, "timeout_s"),
     ],
 )
 async def test_what_the_wire_cannot_carry_is_refused_by_name(
@@ -391,6 +397,28 @@ async def test_what_the_wire_cannot_carry_is_refused_by_name(
     with pytest.raises(errors.InvalidArgument) as caught:
         await either.events(**options)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seed": -1}, "sampling.seed: -1 is not in [0, 18446744073709551615]"),
+        ({"logit_bias": {-1: 0.0}}, "sampling.logit_bias: -1 is not in [0, 4294967295]"),
+        ({"stop": [1]}, "sampling.stop: has a value of another type"),
+        ({"tool_choice": "auto", "chat": [ChatMessage("user", "a")]}, "chat.tool_choice: has a value of another type"),
+        ({"json_schema": {"const": float("nan")}}, "sampling.json_schema: has a number that JSON lacks"),
+    ],
+)
+async def test_a_refusal_is_in_words_of_its_own(either: EitherClient, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as caught:
+        await either.events(**({} if "chat" in options else {"prompt": "a"}), **options)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e12])
+async def test_a_timeout_without_an_end_is_none(server: ScriptedServer, either: EitherClient, timeout_s: float) -> None:
+    server.inference.script = [started(), finished()]
+    await either.complete("Hi", timeout_s=timeout_s)
 
 
 async def test_an_option_that_does_not_exist_is_a_type_error(either: EitherClient) -> None:

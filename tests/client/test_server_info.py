@@ -22,6 +22,12 @@ def test_model_info_counts_the_bytes_of_a_token(client: Client) -> None:
     assert (info.output_format, info.has_reasoning) == ("hermes", True)
 
 
+def test_defaults_are_told_as_they_were_written() -> None:
+    defaults = types_pb2.SamplingParams(temperature=0.2, top_p=0.9, top_k=40)
+    told = model_info_from_wire(inference_pb2.GetModelInfoResponse(sampling_defaults=defaults)).sampling_defaults
+    assert told == {"temperature": 0.2, "top_p": 0.9, "top_k": 40}
+
+
 @pytest.mark.parametrize("part", ["config_digest", "target_weights_digest", "tokenizer_digest"])
 def test_a_model_s_digest_is_of_all_that_makes_it(part: str) -> None:
     served = inference_pb2.GetModelInfoResponse(fingerprint=types_pb2.Fingerprint(target_weights_digest="a"))

@@ -79,6 +79,13 @@ def test_a_file_that_cannot_be_read_is_refused_by_name() -> None:
     assert refusal.value.field == "ca_file"
 
 
+@pytest.mark.parametrize("alone", ["cert_file", "key_file"])
+def test_a_certificate_and_its_key_go_together(alone: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match="cert_file and key_file go together") as refusal:
+        Client("127.0.0.1:1", tls=Tls(**{alone: getattr(MUTUAL, alone)}))
+    assert refusal.value.field == alone
+
+
 def test_the_command_line_takes_the_same_files(server: ScriptedServer) -> None:
     flags = {
         "--ca-file": MUTUAL.ca_file,

@@ -185,3 +185,13 @@ def test_what_a_server_says_of_itself_is_harmless() -> None:
 )
 def test_what_grpc_says_of_a_broken_call_is_put_in_words(removed: str, details: str, words: str) -> None:
     assert connection_words(removed.format(details)) == words
+
+
+@pytest.mark.parametrize(
+    "why", ["connect failed: addr: ipv4:9.9.9.9:5 error: {}", "Failed to connect to remote host: {}"]
+)
+def test_a_host_that_cannot_be_reached_wants_no_certificate(why: str) -> None:
+    told = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:9.9.9.9:5: {why}"
+    assert (
+        connection_words(told.format("Network is unreachable")) == "9.9.9.9:5 cannot be reached: Network is unreachable"
+    )
