@@ -282,7 +282,8 @@ def sample_loads(
     """Asks all services every `interval_s` for `window_s`, and returns what they said.
 
     `other_token` is shown to the services that refuse `token`. If answers of a service are missing, `missing` has its
-    last error. A service that did not answer the last time counts as gone, and has no samples.
+    last error. A service that did not answer the last time counts as gone, and has no samples. One that is there by
+    two addresses counts once.
     """
     samples = LoadSamples()
     errors: dict[str, list[BatonError]] = {address: [] for address in addresses}
@@ -314,6 +315,11 @@ def sample_loads(
     for address in gone:
         samples.prefill.pop(address, None)
         samples.decode.pop(address, None)
+    first: dict[str, str] = {}
+    for address, seen_there in [*samples.prefill.items(), *samples.decode.items()]:
+        if first.setdefault(seen_there[-1].instance_id, address) != address:
+            samples.prefill.pop(address, None)
+            samples.decode.pop(address, None)
     samples.missing += [
         f"{len(failed)} of {num_looks} answers of {address}: {failed[-1]}"
         for address, failed in errors.items()

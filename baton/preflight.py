@@ -151,6 +151,8 @@ def _check_ports(pair: LocalPair, *settings: ServiceSettings) -> None:
     given = [("gateway_listen", pair.gateway.address)] if pair.gateway else []
     given += [("metrics_listen", each.metrics_listen) for each in settings if each.metrics_listen]
     metrics = [address for name, address in given if name == "metrics_listen"]
+    if pair.metrics_addresses and not set(metrics).issubset(pair.metrics_addresses):
+        raise _wrong("metrics_listen", "the pair gives its services ports for metrics, which its gateway reads")
     for address in {each for each in metrics if metrics.count(each) > 1}:
         raise _wrong("metrics_listen", f"{address} is given to two services")
     for name, address in given:

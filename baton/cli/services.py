@@ -165,7 +165,7 @@ def plan(
     token, other_token = options.read_token(token_file), options.read_token(other_token_file)
     console = text_console()
     if not as_json:
-        console.print(f"watching for {window_s:g} s: {', '.join(addresses)}", style="dim")
+        console.print(f"watching for {window_s:g} s: {', '.join(addresses)}", style="dim", markup=False)
     with reported_errors(as_json), nullcontext() if as_json else console.status("watching"):
         seen = sample_loads(
             addresses, window_s=window_s, interval_s=interval_s, tls=tls, token=token, other_token=other_token

@@ -170,6 +170,10 @@ def held() -> Iterator[str]:
             ["--prefill-arg=--metrics-listen=127.0.0.1:9", "--decode-arg=--metrics-listen=127.0.0.1:9"],
             "metrics_listen: 1",
         ),
+        (
+            ["--gateway", "--decode-arg=--metrics-listen=127.0.0.1:0"],
+            "metrics_listen: the pair gives its services ports for metrics, which its gateway reads",
+        ),
         (["--model=/no/such/model"], "model: /no/such/model: there is no such file or directory"),
         (["--model=empty"], "model: empty: is a directory without config.json"),
         (["--model=absent.gguf"], "model: absent.gguf: there is no such file"),

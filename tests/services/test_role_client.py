@@ -161,6 +161,13 @@ def test_a_planner_has_a_token_for_each_kind_and_a_blocked_prefill_service_does_
     assert not both.missing and sample.num_uncomputed_tokens == 9 and not sample.is_computing
 
 
+def test_a_service_that_is_named_in_two_ways_counts_once() -> None:
+    with fake_service(prefill="a-token", decode="a-token") as address:
+        also = address.replace("127.0.0.1", "localhost")
+        seen = sample_loads([address, also], window_s=0.0, interval_s=1.0, token="a-token")
+    assert (list(seen.prefill), seen.missing) == ([address], [])
+
+
 def test_a_planner_whose_first_token_is_for_roles_alone_shows_the_other_one_for_the_load() -> None:
     with fake_service(for_roles="for-roles", prefill="for-handoffs", decode="for-clients") as address:
         seen = sample_loads([address], window_s=0.0, interval_s=1.0, token="for-roles", other_token="for-handoffs")
