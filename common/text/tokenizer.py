@@ -163,6 +163,8 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
                 raise ChatRefused("the model has several chat templates, and none of them is named default")
         if not source:
             raise ChatRefused("the model has no chat template")
+        if not isinstance(source, str):
+            raise ChatRefused("the model's chat_template is no text")
         return source, dict(self._pretrained.special_tokens_map)
 
     def chat_template_variables(self) -> Sequence[str]:

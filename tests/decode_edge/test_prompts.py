@@ -213,11 +213,12 @@ async def test_what_the_template_drops_or_does_not_read_is_named_on_the_wire() -
     [
         (None, "the model has no chat template"),
         ({"tool_use": EACH}, "several chat templates, and none of them is named default"),
+        (5, "the model's chat_template is no text"),
         ("{% for m in messages", "is none: TemplateSyntaxError"),
         ("{% for m in messages %}{{ m.thinking | tojson }}{% endfor %}", "fails on it: TypeError"),
         ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "leaves out what a user says"),
     ],
-    ids=["none", "no default", "syntax", "undefined", "drops"],
+    ids=["none", "no default", "no text", "syntax", "undefined", "drops"],
 )
 async def test_a_template_that_serves_no_chat_refuses_each_by_its_reason(template: Any, reason: str) -> None:
     async with running_edge([], tokenizer=byte_level(chat_template=template), serves_chats=True) as edge:
