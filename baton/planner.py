@@ -316,7 +316,8 @@ def sample_loads(
         samples.prefill.pop(address, None)
         samples.decode.pop(address, None)
     first: dict[str, str] = {}
-    for address, seen_there in [*samples.prefill.items(), *samples.decode.items()]:
+    seen_at: dict[str, Sequence[PrefillSample | DecodeSample]] = {**samples.prefill, **samples.decode}
+    for address, seen_there in seen_at.items():
         if first.setdefault(seen_there[-1].instance_id, address) != address:
             samples.prefill.pop(address, None)
             samples.decode.pop(address, None)

@@ -6,6 +6,7 @@ A process whose role may change also has settings of its other role, in a file o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -202,12 +203,25 @@ class _YamlFile(PydanticBaseSettingsSource):
         return values
 
 
+class _Texts(yaml.BaseLoader):
+    """Reads scalars as texts, so that a value means what it means as a flag and in the environment, and null as None.
+
+    YAML's own rules make 8 of 010, 90 of 1:30, and a bool, which passes for 1, of true.
+    """
+
+
+_NULL = "tag:yaml.org,2002:null"
+_Texts.add_implicit_resolver(_NULL, re.compile("(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Texts.add_constructor(_NULL, lambda loader, node: None)
+
+
 def _read_yaml(setting: str, path: Path) -> dict[str, Any]:
     """Returns the keys and values in the YAML file that `setting` names. Raises ConfigError, which names both."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _Texts)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{setting}: {path}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{setting}: {path}: {why}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):

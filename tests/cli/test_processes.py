@@ -196,7 +196,7 @@ def held() -> Iterator[str]:
             ["--decode-config=decode.yaml", "--draft=head"],
             "dtype: prefill has bfloat16, decode has float16: give --dtype alike",
         ),
-        (["--decode-config=absent.yaml"], "decode: config: absent.yaml: [Errno 2] No such file"),
+        (["--decode-config=absent.yaml"], "decode: config: absent.yaml: No such file"),
         (["--prefill-config=decode.yaml"], "prefill: unknown key: num_draft_tokens"),
         (["--dtype=int8"], "prefill: dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
         (["--device=gpu"], "prefill: device: 'gpu' is neither cpu, cuda nor cuda:<index>"),

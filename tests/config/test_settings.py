@@ -199,6 +199,15 @@ def test_prefill_limits(key: str, argv: list[str]) -> None:
         prefill(*argv)
 
 
+def test_a_file_says_what_flags_say(tmp_path: Path) -> None:
+    read = decode(written(tmp_path / "texts.yaml", "max_rows: 010\nmax_kv_tokens: null"))
+    assert (read.max_rows, read.max_kv_tokens) == (decode("--max-rows=010").max_rows, None)
+    for text in ("max_rows: true", "max_rows: 1:30", "grace_period_s: true", "grace_period_s: 1:30"):
+        key = text.partition(":")[0]
+        with pytest.raises(ConfigError, match=f"^{key}: "):
+            decode(written(tmp_path / "texts.yaml", text))
+
+
 @pytest.mark.parametrize("text", ["- a list", "a: [", "config: other.yaml"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="config"):
