@@ -49,7 +49,12 @@ def generate(
     prompt_ids = options.parse_token_ids(token_ids, "--token-ids")
     text = prompt
     if prompt == "-" or (prompt is None and token_ids is None and not sys.stdin.isatty()):
-        text = sys.stdin.read()
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"standard input is not UTF-8: {error}", param_hint="prompt") from None
+    if token_ids is not None and (chat or system is not None):
+        raise typer.BadParameter("makes a chat of a text, not of --token-ids", param_hint="--chat or --system")
     if token_ids is None and (text is None or (text == "" and prompt is None)):
         raise typer.BadParameter("give one, on standard input or as an argument, or --token-ids", param_hint="prompt")
     messages = None

@@ -27,7 +27,7 @@ from baton.v1 import types_pb2
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 
 
-def run(*arguments: str, stdin: str | None = None) -> Result:
+def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, arguments, input=stdin)
 
 
@@ -136,6 +136,11 @@ def test_generate_without_any_prompt_is_a_usage_error(server: ScriptedServer, op
     assert (result.exit_code, result.stdout) == (2, "")
     assert "give one, on standard input or as an argument" in result.stderr
     assert server.inference.requests.empty()
+
+
+def test_a_pipe_that_is_not_utf_8_is_a_usage_error(server: ScriptedServer) -> None:
+    result = run("generate", "--address", server.address, stdin=b"caf\xe9")
+    assert (result.exit_code, "not UTF-8" in result.stderr) == (2, True)
 
 
 def test_text_of_a_stream_that_breaks_ends_with_a_line(server: ScriptedServer) -> None:
@@ -268,7 +273,15 @@ def test_who_shows_no_token_is_told_how_to(server: ScriptedServer) -> None:
     )
 
 
-@pytest.mark.parametrize("flag", [["--logit-bias", "5"], ["--token-ids", "a,b"]])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        ["--logit-bias", "5"],
+        ["--token-ids", "a,b"],
+        ["--system", "x", "--token-ids", "1"],
+        ["--chat", "--token-ids", "1"],
+    ],
+)
 def test_a_value_that_cannot_be_read_is_a_usage_error(server: ScriptedServer, flag: list[str]) -> None:
     result = run("generate", *flag, "--address", server.address)
     assert result.exit_code == 2
