@@ -195,7 +195,9 @@ def _fill_chat(
 ) -> None:
     if chat is not None:
         request.chat.SetInParent()
-        for index, message in enumerate(chat):
+        with _naming("chat"):
+            messages = list(chat)
+        for index, message in enumerate(messages):
             with _naming(f"chat.messages[{index}]"):
                 _add_message(request.chat, message)
     for name, option in options.items():
@@ -280,8 +282,10 @@ def _schema_text(schema: JsonSchema) -> str:
 def _json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise ValueError("has a number that JSON lacks, or contains itself") from None
+    except ValueError as error:
+        if str(error).startswith("Out of range float"):
+            raise ValueError("has a number that JSON lacks") from None
+        raise
 
 
 def parser_of(json_schema: JsonSchema | None, request: inference_pb2.GenerateRequest) -> Callable[[str], Any] | None:

@@ -33,8 +33,6 @@ MAX_FIELDS = 256
 """The most fields in a request. It is high because clients of some servers send every known field with its default."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
-_MAY_LACK_A_NUMBER = re.compile(rb"NaN|Infinity|[eE]\+?0*[1-9][0-9]{2}|[0-9]{200}")
-"""Finds, in a body that was parsed, what may have become NaN or infinite, as JSON has no such numbers; or a text."""
 """Matches the JSON parser's error message for a name that comes twice in one object."""
 _HARMLESS = frozenset(
     {
@@ -254,6 +252,8 @@ _NUMBER_FIELDS: dict[str, Any] = {
 _Numbers = create_model("_Numbers", __base__=StrictFields, **_NUMBER_FIELDS)
 
 FieldsT = TypeVar("FieldsT", bound=RequestFields)
+_MAY_BE_INFINITE = (re.compile(rb"[0-9.][eE]\+?0*[1-9][0-9]{2}"), re.compile(rb"(?<![0-9])[0-9]{200}"))
+"""Find the numbers of a body that may be larger than any double. They search texts in it too, in little time."""
 
 
 def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
@@ -274,8 +274,9 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         raise invalid(None, "the body is not a JSON object", code="invalid_json")
     if len(values) > MAX_FIELDS:
         raise invalid(None, f"more than {MAX_FIELDS} fields")
-    if _MAY_LACK_A_NUMBER.search(body):
-        _check_finite((), values)
+    may_lack_a_number = b"NaN" in body or b"Infinity" in body or any(each.search(body) for each in _MAY_BE_INFINITE)
+    if may_lack_a_number and (place := _place_of_infinite(values)) is not None:
+        raise invalid(_path(place), "is a number that JSON lacks, or larger than any double")
     harmless = _HARMLESS.difference(kind.model_fields, kind.asks_for_nothing)
     values = {name: value for name, value in values.items() if value is not None and name not in harmless}
     takes_numbers = "numbers" in kind.model_fields
@@ -291,14 +292,15 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         raise _api_error(error) from None
 
 
-def _check_finite(place: tuple[int | str, ...], value: Any) -> None:
-    """Raises ApiError, which names the place, if a number anywhere in `value` is NaN or infinite."""
-    match value:
-        case float() if not math.isfinite(value):
-            raise invalid(_path(place), "is a number that JSON lacks, or larger than any double")
-        case dict() | list():
-            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                _check_finite((*place, key), inner)
+def _place_of_infinite(values: dict[str, Any] | list[Any]) -> list[int | str] | None:
+    """Returns the place of a number in `values` that is NaN or infinite, or None if there is none."""
+    for key, value in values.items() if type(values) is dict else enumerate(values):
+        kind = type(value)
+        if kind is float and not math.isfinite(value):
+            return [key]
+        if (kind is dict or kind is list) and value and (found := _place_of_infinite(value)) is not None:
+            return [key, *found]
+    return None
 
 
 SCHEMAS = "#/components/schemas/"

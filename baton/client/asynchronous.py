@@ -14,7 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from baton.client.channel import ChannelOptions, Tls, trace_metadata
-from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_s
+from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
 from baton.client.servers import ANSWER_TIMEOUT_S, AsyncServers, CommonServer, Opening, Server
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
@@ -192,9 +192,9 @@ class AsyncClient:
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
         self.address = address
-        self._resume_timeout_s = resume_timeout_s if resume else None
-        self._admission_timeout_s = admission_timeout_s
-        self._rpc_timeout_s = bounded_s("rpc_timeout_s", rpc_timeout_s) or 0.0
+        self._resume_timeout_s = bounded_s("resume_timeout_s", resume_timeout_s) if resume else None
+        self._admission_timeout_s = bounded_if_any_s("admission_timeout_s", admission_timeout_s)
+        self._rpc_timeout_s = bounded_s("rpc_timeout_s", rpc_timeout_s)
         self._servers = AsyncServers(address, tls=tls, token=token, channel_overrides=channel_overrides)
 
     def generate(

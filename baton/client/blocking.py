@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from baton.client.channel import ChannelOptions, Tls, trace_metadata
-from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_s
+from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
 from baton.client.interrupts import uninterrupted
 from baton.client.servers import ANSWER_TIMEOUT_S, BlockingServers, CommonServer, Opening, Server
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
@@ -194,9 +194,9 @@ class Client:
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
         self.address = address
-        self._resume_timeout_s = resume_timeout_s if resume else None
-        self._admission_timeout_s = admission_timeout_s
-        self._rpc_timeout_s = bounded_s("rpc_timeout_s", rpc_timeout_s) or 0.0
+        self._resume_timeout_s = bounded_s("resume_timeout_s", resume_timeout_s) if resume else None
+        self._admission_timeout_s = bounded_if_any_s("admission_timeout_s", admission_timeout_s)
+        self._rpc_timeout_s = bounded_s("rpc_timeout_s", rpc_timeout_s)
         self._servers = BlockingServers(address, tls=tls, token=token, channel_overrides=channel_overrides)
 
     def generate(

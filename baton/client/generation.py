@@ -8,12 +8,12 @@ call 2:                           (Started)  Delta  Finished
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 from baton.client.servers import ANSWER_TIMEOUT_S, READY_TIMEOUT_S
 from baton.codec import event_from_wire
@@ -71,17 +71,20 @@ class Progress:
     generated_token_ids: tuple[int, ...]
 
 
-def bounded_s(field: str, seconds: Any) -> float | None:
+def bounded_s(field: str, seconds: Any) -> float:
     """Returns a timeout that gRPC takes: infinity and what is near to it count as LONGEST_S. Raises InvalidArgument,
     which names the field, for NaN and for what is no number.
     """
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or math.isnan(seconds):
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or seconds != seconds:  # NaN
         raise InvalidArgument(
             f"{field}: {seconds!r} is no number of seconds", reason="INVALID_FIELD", metadata={"field": field}
         )
-    return min(seconds, LONGEST_S)
+    return float(min(cast(float, seconds), LONGEST_S))
+
+
+def bounded_if_any_s(field: str, seconds: Any) -> float | None:
+    """Returns what `bounded_s` does, and None for None, which is no limit."""
+    return None if seconds is None else bounded_s(field, seconds)
 
 
 class Generation:
@@ -113,9 +116,7 @@ class Generation:
         self._request = request
         self._clock = clock
         self._jitter = jitter
-        timeout_s = bounded_s("timeout_s", timeout_s)
-        resume_timeout_s = bounded_s("resume_timeout_s", resume_timeout_s)
-        admission_timeout_s = bounded_s("admission_timeout_s", admission_timeout_s)
+        timeout_s = bounded_if_any_s("timeout_s", timeout_s)
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
         self._resume_timeout_s = resume_timeout_s
         resumes_with_own = resume_timeout_s is not None and admission_timeout_s is not None

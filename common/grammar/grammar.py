@@ -41,14 +41,8 @@ _BLANKS = re.compile(r"(?: |\n|\r|\t|\\[nrst]|[\[\]()|*+?]|\{[0-9]*,?[0-9]*\})*"
 
 
 def whitespace_fault(pattern: str) -> str:
-    """Returns what is wrong with a regular expression for the blanks of JSON, or "" if nothing is."""
-    if not _BLANKS.fullmatch(pattern):
-        return "may match spaces, tabs and line ends only"
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"is no regular expression: {error}"
-    return ""
+    """Returns what is wrong with a regular expression for the blanks of JSON, or "" if it has only parts of one."""
+    return "" if _BLANKS.fullmatch(pattern) else "may match spaces, tabs and line ends only"
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,10 @@ def chat_from_json(entries: Iterable[Any]) -> tuple[list[ChatMessage], TemplateO
 _MAX_DEPTH = 100
 
 
+NO_OBJECT = "is no JSON object, nests too deeply, or has a number that JSON lacks"
+"""What is wrong with a text for which `json_object` returns None."""
+
+
 def finite(number: str) -> float:
     """Returns the number that is written in JSON. Raises ValueError if it is NaN or infinite."""
     value = float(number)

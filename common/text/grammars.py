@@ -138,6 +138,12 @@ itself.
 """
 _Part: TypeAlias = tuple[_Place, dict[str, Any]]
 """An object in a schema, and its place."""
+_IN_LARK = "failed to compile JSON schema: "
+_OWN_WORDS = (
+    ("oneOf constraints", ("oneOf",), "its branches may overlap, which is not supported; anyOf is"),
+    ("min/maxProperties", ("maxProperties", "minProperties"), "is not supported with keys that may be left out"),
+)
+"""How the library's words begin that name no place, the keywords that they are about, and ours."""
 _MAX_PATH_CHARS = 200
 _LISTING = re.compile(r"^(?: *[0-9]+ \| .*| *\^+ *|<non-verbose/>)$", re.MULTILINE)
 """Matches the lines of the library's messages that repeat the grammar, point into it, or say that nothing follows."""
@@ -599,7 +605,7 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     if matcher.is_error():
         words = _words(matcher)
         for where, each in schemas:
-            if fault := _fault_in(each, words):
+            if fault := _fault_in(each, _PLACE.sub("", words, count=1).removeprefix(_IN_LARK)):
                 raise GrammarRefused(where + fault)
         raise GrammarRefused(words if grammar.kind is GrammarKind.LARK else _PLACE.sub("", words, count=1))
     if warnings := matcher.get_grammar_warnings():
@@ -655,6 +661,7 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
     has_odd_reference = any(_has_odd_reference(part) for _, part in _schemas_in(schema))
     schemas, values = [], []
     for place, part in _schemas_in(schema):
+        _make_counts_whole(part)
         if not has_odd_reference:  # else a reference may lead to what is left out
             _leave_out_idle_keywords(part)  # before the walk goes into them
         schemas.append((place, part))
@@ -686,7 +693,7 @@ def _options(asked: Any) -> Any:
     if [type(pattern), type(flexible)] != [str, bool]:
         raise GrammarRefused(f"{SCHEMA_OPTIONS}: has a value of a wrong type")
     pattern = pattern.replace(r"\s", r"[ \n\r\t]")
-    if fault := whitespace_fault(pattern):
+    if fault := whitespace_fault(pattern) or _why_refused({"type": "string", "pattern": pattern}):
         raise GrammarRefused(f"{SCHEMA_OPTIONS}: whitespace_pattern: {fault}")
     whitespace = {"whitespace_pattern": pattern} if flexible else {"whitespace_flexible": False}
     return {**_JSON_OPTIONS, **whitespace}
@@ -743,6 +750,13 @@ def _check_number(keyword: str, number: Any, *, is_bound: bool = False) -> None:
         raise _KeywordRefused(keyword, f"{number} {why}")
 
 
+def _make_counts_whole(part: dict[str, Any]) -> None:
+    """Makes 2 of 2.0, which the library refuses as a count."""
+    for keyword in _COUNTS.intersection(part):
+        if isinstance(number := part[keyword], float) and number.is_integer() and abs(number) < _MOST:
+            part[keyword] = int(number)
+
+
 def _leave_out_idle_keywords(part: dict[str, Any]) -> None:
     """Removes keywords that the library lacks where their value says nothing."""
     for keyword, idle in _IDLE_VALUES.items():
@@ -762,7 +776,7 @@ def _leave_out_idle_keywords(part: dict[str, Any]) -> None:
         part.pop("else", None)
     properties, least, most = part.get("properties", {}), part.get("minProperties"), part.get("maxProperties")
     required = part.get("required")
-    if type(least) is int and isinstance(required, list) and least <= len({*map(str, required)}):
+    if type(least) is int and isinstance(required, list) and 0 <= least <= len({*map(str, required)}):
         del part["minProperties"]
     is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
     if type(most) is int and is_closed and isinstance(properties, dict) and len(properties) <= most:
@@ -788,9 +802,6 @@ def _make_writable(part: dict[str, Any]) -> None:
     for keyword in ("const", "enum"):
         if any(map(has_unwritable, _leaves(part.get(keyword), str))):
             raise _KeywordRefused(keyword, "has a control character without a short escape")
-    for keyword in _COUNTS.intersection(part):
-        if isinstance(number := part[keyword], float) and number.is_integer():
-            part[keyword] = int(number)
     kinds = part.get("type")
     is_integer = "integer" in kinds and "number" not in kinds if isinstance(kinds, list) else kinds == "integer"
     for keyword in _BOUNDS.intersection(part):
@@ -808,7 +819,10 @@ def _make_writable(part: dict[str, Any]) -> None:
     if isinstance(pattern := part.get("pattern"), str):
         part["pattern"] = _writable(pattern, "pattern")
     if isinstance(by_pattern := part.get("patternProperties"), dict):
-        part["patternProperties"] = {_writable(name, "patternProperties"): value for name, value in by_pattern.items()}
+        writable = {_writable(name, "patternProperties"): value for name, value in by_pattern.items()}
+        if len(writable) < len(by_pattern):
+            raise _KeywordRefused("patternProperties", "two of its patterns are the same")
+        part["patternProperties"] = writable
     name, others = part.get("format"), part.get("allOf", [])
     if isinstance(name, str) and name in DATE_PATTERNS and isinstance(others, list):
         part["allOf"] = [*others, {"pattern": DATE_PATTERNS[name]}]
@@ -934,6 +948,10 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
     """
     waiting: list[tuple[_Place, Any]] = [(None, schema)]
     known: set[int] = set()
+    definitions: dict[str, Any] = {
+        keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema
+    }
+    innermost = ""  # no later part, so none inside it, is refused in the same words
     while waiting:
         place, part = waiting.pop()
         if isinstance(part, bool) or id(part) in known:
@@ -945,6 +963,10 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
             _check_alone(part, words)
         except _KeywordRefused as error:
             return f"{_path((place, error.keyword))}: {error}"
+        for begin, keywords, why in _OWN_WORDS:
+            named = [keyword for keyword in keywords if keyword in part and words.startswith(begin)]
+            if named and _why_refused({**definitions, **part}).startswith(begin):
+                innermost = f"{_path((place, named[0]))}: {why}"
         for keyword, value in part.items():
             inner = (place, keyword)
             if (
@@ -960,7 +982,7 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
                 for name in names_in(value):
                     target = (target, name)
                 waiting.append((target, found))
-    return ""
+    return innermost
 
 
 def _check_alone(part: dict[str, Any], words: str) -> None:
@@ -973,12 +995,6 @@ def _check_alone(part: dict[str, Any], words: str) -> None:
     for keyword in part:
         if words.startswith("Unimplemented keys") and json.dumps(keyword) in words:
             raise _KeywordRefused(keyword, "is not supported")
-    if words.startswith("oneOf constraints") and "oneOf" in part:
-        raise _KeywordRefused("oneOf", "its branches may overlap, which is not supported; anyOf is")
-    if words.startswith("min/maxProperties"):
-        for keyword in ("minProperties", "maxProperties"):
-            if keyword in part:
-                raise _KeywordRefused(keyword, f"{part[keyword]} is not supported with keys that may be left out")
     for keyword in sorted(_NUMERIC.intersection(part)):
         number = part[keyword]
         if isinstance(number, bool) or not isinstance(number, int | float):

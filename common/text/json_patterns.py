@@ -22,7 +22,7 @@ _IS_SET = re.compile(r"\\[dDsSwWpP]")
 """Matches an escape that is no end of a range."""
 _MARKS_IN_CLASS = frozenset("[]&~-^")
 _MAY_MATCH_UNWRITABLE = frozenset("pPWDSsxuUav")
-_IGNORES_SPACE = re.compile(r"\(\?[a-zA-Z]*x")
+_IGNORES_SPACE = re.compile(r"(?<!\\)(?:\\\\)*\(\?[a-zA-Z]*x")
 
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 _DATE = f"([0-9]{{4}}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
@@ -62,18 +62,21 @@ def writable_pattern(pattern: str) -> str:
 
 
 def _end_of_part(pattern: str, place: int) -> int:
-    """Returns where the class, the escape or the character at `place` ends."""
+    """Returns where the class, the escape or the character at `place` ends. Raises PatternRefused for a class that does
+    not end, or that languages end in different places.
+    """
     if pattern[place] == "\\":
         return _end_of_escape(pattern, place)
     if pattern[place] != "[":
         return place + 1
     place += 1 + pattern.startswith("^", place + 1)
-    place += pattern.startswith("]", place)  # a first one stands for itself, as in Python
+    if pattern.startswith("]", place):
+        raise PatternRefused("a class begins with ], which ends it in ECMA-262 and not in other languages: write \\]")
     while place < len(pattern):
         if pattern[place] == "]":
             return place + 1
         place = _end_of_escape(pattern, place) if pattern[place] == "\\" else place + 1
-    return len(pattern)
+    raise PatternRefused("a class is not closed")
 
 
 def _end_of_escape(pattern: str, place: int) -> int:
@@ -83,8 +86,6 @@ def _end_of_escape(pattern: str, place: int) -> int:
 
 def _class(written: str) -> str:
     """Returns a class in Rust's syntax, in which brackets, `&&`, `--` and `~~` inside a class would mean something."""
-    if len(written) < 3 or written[-1] != "]":
-        return written  # never closed
     begin = 2 if written[1] == "^" else 1
     parts: list[str] = []
     place, end = begin, len(written) - 1

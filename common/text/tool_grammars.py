@@ -17,7 +17,7 @@ from llguidance import regex_to_lark
 
 from common.errors import InvalidRequest
 from common.grammar.grammar import Grammar, GrammarKind
-from common.text.chat_messages import Tool, ToolChoice, json_object
+from common.text.chat_messages import NO_OBJECT, Tool, ToolChoice, json_object
 from common.text.output_formats import (
     ARGUMENTS,
     CHANNEL,
@@ -191,5 +191,5 @@ def _answer(grammar: Grammar | None) -> str:
         )
     schema = json_object(grammar.text)
     if schema is None:
-        raise InvalidRequest(grammar.request_field, "is not a JSON object")
+        raise InvalidRequest(grammar.request_field, NO_OBJECT)
     return f"%json {json.dumps(schema)}"

@@ -16,6 +16,7 @@ from common.errors import ContextExceeded, InvalidRequest
 from common.priority import WORST_PRIORITY
 from common.sampling.params import ResolvedSampling
 from common.text.chat_messages import (
+    NO_OBJECT,
     NO_OPTIONS,
     ROLES,
     ChatMessage,
@@ -38,7 +39,6 @@ MAX_TOOL_NAME_CHARS = 256
 _TOOL_NAME = re.compile("[a-zA-Z0-9_.:/-]{1,256}")
 MAX_OPTIONS_CHARS = 1 << 18
 """The most characters of a chat's tools and of its `chat_template_kwargs`. Parsing so much takes a few milliseconds."""
-_NO_OBJECT = "is no JSON object, nests too deeply, or has a number that JSON lacks"
 MAX_CONTEXTS = 4
 """The longest text that is tokenised, in tokens, as a multiple of the model's context."""
 
@@ -320,7 +320,7 @@ def _chat_options(chat: inference_pb2.Chat) -> TemplateOptions:
         if num_chars > MAX_OPTIONS_CHARS:
             raise InvalidRequest(f"chat.{field}", f"{num_chars} characters are more than {MAX_OPTIONS_CHARS}")
     if kwargs and json_object(kwargs) is None:
-        raise InvalidRequest("chat.chat_template_kwargs", _NO_OBJECT)
+        raise InvalidRequest("chat.chat_template_kwargs", NO_OBJECT)
     for index, tool in enumerate(tools):
         place = f"chat.tools[{index}]"
         if not _TOOL_NAME.fullmatch(tool.name):
@@ -328,7 +328,7 @@ def _chat_options(chat: inference_pb2.Chat) -> TemplateOptions:
         if any(tool.name == other.name for other in tools[:index]):
             raise InvalidRequest(f"{place}.name", "is another tool's too")
         if tool.parameters and json_object(tool.parameters) is None:
-            raise InvalidRequest(f"{place}.parameters", _NO_OBJECT)
+            raise InvalidRequest(f"{place}.parameters", NO_OBJECT)
         if tool.schema.get("type", "object") != "object":
             raise InvalidRequest(f"{place}.parameters", "is no schema of objects")
     if chat.HasField("tool_choice") and not tools:

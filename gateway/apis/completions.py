@@ -198,16 +198,21 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
         raise invalid("prompt", _PROMPT_KINDS)
     if not prompt:
         raise invalid("prompt", "is empty")
-    for index, each in enumerate(prompt):
-        if each in ("", []):
-            raise invalid("prompt", f"is empty at index {index}")
     if all(isinstance(each, str) for each in prompt):
+        _refuse_empty(prompt)
         return tuple(map(TextInput, prompt))
     if _are_ids(prompt):
         return (_ids_prompt(prompt),)
     if all(isinstance(each, list) and _are_ids(each) for each in prompt):
+        _refuse_empty(prompt)
         return tuple(map(_ids_prompt, prompt))
     raise invalid("prompt", _PROMPT_KINDS)
+
+
+def _refuse_empty(prompts: Sequence[str | list[int]]) -> None:
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise invalid("prompt", f"is empty at index {index}")
 
 
 def _ids_prompt(token_ids: list[int]) -> TokenIdsInput:

@@ -389,6 +389,7 @@ async def test_a_server_that_breaks_the_order_is_an_internal_error(
         ({"prompt": "a", "json_schema": 5}, "sampling.json_schema"),
         ({"prompt": "a", "timeout_s": float("nan")}, "timeout_s"),
         ({"prompt": "a", "timeout_s": "5"}, "timeout_s"),
+        ({"chat": 5}, "chat"),
     ],
 )
 async def test_what_the_wire_cannot_carry_is_refused_by_name(
@@ -415,7 +416,16 @@ async def test_a_refusal_is_in_words_of_its_own(either: EitherClient, options: d
     assert str(caught.value).startswith(words)
 
 
-@pytest.mark.parametrize("timeout_s", [float("inf"), 1e12])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("field", "seconds"), [("rpc_timeout_s", None), ("resume_timeout_s", "x"), ("admission_timeout_s", float("nan"))]
+)
+async def test_a_timeout_of_a_client_is_refused_by_name(kind: Any, field: str, seconds: Any) -> None:
+    with pytest.raises(errors.InvalidArgument, match=f"^{field}: .* is no number of seconds"):
+        kind("127.0.0.1:1", resume=True, **{field: seconds})
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e12, 10**400])
 async def test_a_timeout_without_an_end_is_none(server: ScriptedServer, either: EitherClient, timeout_s: float) -> None:
     server.inference.script = [started(), finished()]
     await either.complete("Hi", timeout_s=timeout_s)

@@ -69,6 +69,8 @@ ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\
         ("lark", 'start: "{" %json ' + json.dumps(SLOW), "multipleOf"),
         ("lark", 'start: %json {"x-guidance": {"whitespace_pattern": 1}}', "x-guidance"),
         ("lark", 'start: %json {"x-guidance": {"whitespace_pattern": "[ x]"}}', "spaces, tabs and line ends only"),
+        ("lark", 'start: %json {"x-guidance": {"whitespace_pattern": "("}}', "whitespace_pattern: unclosed group"),
+        ("lark", 'start: %json {"uniqueItems": true}', "at 1(8): uniqueItems: is not supported"),
         ("lark", "start: %json [", "is not JSON"),
         ("lark", 'start: %json {"enum": ["' + "x" * 70_000 + '"]}', "characters, more than"),
         ("lark", "start: " + '"a" ' * 5000, "characters, more than"),

@@ -255,8 +255,18 @@ def test_a_client_that_asked_for_nothing_has_saved_nothing_up() -> None:
     contest.finish()
 
 
-def holder(client: str) -> Any:
-    return SimpleNamespace(sharer=(client, ""), lease=SimpleNamespace(num_tokens=1))
+def holder(client: str, tenant: str = "") -> Any:
+    return SimpleNamespace(sharer=(client, tenant), lease=SimpleNamespace(num_tokens=1))
+
+
+def test_what_a_tenant_held_counts_among_its_client_s() -> None:
+    shares = Shares({}, max_rows=2, num_slots=100)
+    for tenant in ("a", "b"):
+        shares.begin_to_wait(("client", tenant))
+    shares.look([holder("client", "a")], 0.0)
+    shares.look([], 10.0)
+    (of_client, of_a), (same, of_b) = (shares.standing(("client", tenant)) for tenant in ("a", "b"))
+    assert of_client == same and of_a > of_b
 
 
 def test_the_charges_of_clients_that_left_are_bounded() -> None:

@@ -149,8 +149,34 @@ CASES = (
     Case(
         "maxProperties of keys that may be left out",
         {**_object(**_AB, c=INTEGER), "maxProperties": 2},
-        refused="maxProperties: 2 is not supported with keys that may be left out",
+        refused="maxProperties: is not supported with keys that may be left out",
     ),
+    Case("minProperties with a point", {"type": "object", "minProperties": 2.0}, refused="minProperties: more than 1"),
+    Case(
+        "no count", {**_object(a=INTEGER), "required": ["a"], "minProperties": -1}, refused="minProperties: -1 is not"
+    ),
+    Case(
+        "maxProperties of one of two",
+        _object(a={**_object(**_AB, c=INTEGER), "maxProperties": 2}, b={"type": "object", "minProperties": 1}),
+        refused="properties.a.maxProperties: is not supported",
+    ),
+    Case(
+        "oneOf of one of two",
+        _object(
+            a={"oneOf": [{**INTEGER, "multipleOf": 2}, {**INTEGER, "multipleOf": 3}]}, b={"oneOf": [STRING, INTEGER]}
+        ),
+        refused="properties.a.oneOf: its branches may overlap",
+    ),
+    Case(
+        "two patterns of one",
+        {"type": "object", "patternProperties": {"^[-a]$": INTEGER, r"^[\-a]$": STRING}},
+        refused="patternProperties: two of its patterns are the same",
+    ),
+    Case("a class that is not closed", {**STRING, "pattern": r"^x[-+\]"}, refused="pattern: a class is not closed"),
+    Case(
+        "a class that begins with its end", {**STRING, "pattern": "^[^]+[a]$"}, refused="pattern: a class begins with ]"
+    ),
+    Case("a question in brackets", {**STRING, "pattern": r"^\(?x\)?$"}, ["x", "(x)"], ["y"]),
     Case("counts with a point", {"type": "string", "minLength": 1.0, "maxLength": 1e0}, ["a"], ["", "ab"]),
     Case("a count that is none", {"type": "string", "maxLength": 1.5}, refused="maxLength: 1.5 is not a whole number"),
     Case(
@@ -271,7 +297,7 @@ CASES = (
     ),
     Case(
         "pattern of sets",
-        {"type": "string", "pattern": r"^[]a][^]a][^a&&b][^a-z--x][^[][\w-]$"},
+        {"type": "string", "pattern": r"^[\]a][^\]a][^a&&b][^a-z--x][^[][\w-]$"},
         ["]bc}x-", "ab^|^a"],
         ["]]c}x-", "]b&}x-", "]bcBx-", "]bc}[-", "]bc}x+"],
         is_drawn=False,  # Python warns of it
