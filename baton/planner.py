@@ -202,8 +202,8 @@ def _decode_demand(sample: DecodeSample) -> float:
 
 
 def _need(now: int, services: Sequence[Sequence[float]], *, is_held: bool) -> Need:
-    """Returns how many services of one kind the load needs. `services` has each one's demand in each part of the
-    window, and `now` is their number. If `is_held`, no number is wanted.
+    """Returns how many services of one kind the load needs. `services` has each one's demand in each part of the time
+    looked at, and `now` is their number. With `is_held`, because advice is held back, `wanted` is None.
     """
     demands = [sum(part) for part in zip(*services, strict=True)]
     mean, peak = _mean(demands), max(demands, default=0.0)

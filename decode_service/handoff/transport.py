@@ -74,7 +74,8 @@ class HandoffTransport(Protocol):
     A call ends when its replica ends it, is lost, or sends nothing for as long as the time-outs allow. The error in
     CallEnded is None after an orderly end. Otherwise it is FingerprintMismatch, PrefillUnavailable or EngineFault (the
     protocol was broken). PrefillUnavailable means that the replica was lost, refused or stalled, and that another may
-    serve the rows. Before such a CallEnded, a ReplicasChanged reports the replica as not ready.
+    serve the rows. Before a CallEnded with it or with FingerprintMismatch, a ReplicasChanged reports the replica as not
+    ready.
     """
 
     async def open(self) -> None:
