@@ -259,6 +259,15 @@ def holder(client: str, tenant: str = "") -> Any:
     return SimpleNamespace(sharer=(client, tenant), lease=SimpleNamespace(num_tokens=1))
 
 
+@pytest.mark.parametrize(("held_s", "gives_way"), [(0.5 * HORIZON_S, False), (2.0 * HORIZON_S, True)])
+def test_parts_that_are_too_coarse_for_all_are_held_in_turn(held_s: float, gives_way: bool) -> None:
+    shares = Shares({}, max_rows=2, num_slots=100)
+    shares.begin_to_wait(("new", ""))
+    shares.look([holder("old")], 0.0)
+    shares.look([holder("old")], held_s)
+    assert shares.gives_way(("old", ""), 1, ("new", ""), 1) == gives_way
+
+
 def test_what_a_tenant_held_counts_among_its_client_s() -> None:
     shares = Shares({}, max_rows=2, num_slots=100)
     for tenant in ("a", "b"):
