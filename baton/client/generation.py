@@ -43,6 +43,7 @@ from common.grammar.reasoning import Reasoning
 from common.text.output_formats import without_header
 
 LONGEST_S = 1e9
+"""The longest timeout that is passed to gRPC, which takes no infinite one, and calls longer ones passed at once."""
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 TOLD_SPREAD_S = 0.5

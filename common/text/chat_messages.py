@@ -127,7 +127,7 @@ _MAX_DEPTH = 100
 
 
 NO_OBJECT = "is no JSON object, nests too deeply, or has a number that JSON lacks"
-"""What is wrong with a text for which `json_object` returns None."""
+"""The words of an error about a text for which `json_object` returns None."""
 
 
 def finite(number: str) -> float:

@@ -240,7 +240,6 @@ CASES = (
         {**NUMBER, "x-list": {"a": [math.nan]}},
         refused="x-list.a.0: is a number that JSON lacks",
     ),
-    Case("uniqueItems", {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True}, refused="uniqueItems"),
     Case(
         "keywords that say nothing",
         {
