@@ -235,11 +235,12 @@ def main() -> None:
         rows: Sequence[str] = rows,
         num_prompt_tokens: int = args.prompt_tokens,
         num_new_tokens: int = args.new_tokens,
-        reuses_prefixes: bool = False,
+        as_served: bool = False,
     ) -> ResultT:
         with full_speed_pair(
             model=str(demo_model_dir()),
-            reuses_prefixes=reuses_prefixes,
+            reuses_prefixes=as_served,
+            hands_all_over=not as_served,
             prefill_args=rows,
             decode_args=(*rows, *decode_args),
         ) as pair:
@@ -291,7 +292,7 @@ def main() -> None:
                 rows=greed.pool,
                 num_prompt_tokens=3,
                 num_new_tokens=3,
-                reuses_prefixes=True,  # as services do: what gave way is still cached
+                as_served=True,  # what gave way is cached in the decode service, which computes what is left
             )
             greedy_rates.append(rate)
             waited = f"{percentile(ttfts_s, 50):.2f}, {max(ttfts_s):.2f}"
