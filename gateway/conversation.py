@@ -1,4 +1,4 @@
-"""Checks messages, and reads the options for the chat template, for all endpoints that answer conversations."""
+"""Checks messages and their parts, and maps the names of their fields, for all endpoints that answer conversations."""
 
 from __future__ import annotations
 

@@ -226,7 +226,8 @@ def _listen(address: str) -> socket.socket:
 def open_decode_client(settings: GatewaySettings) -> AsyncClient:
     """Opens the client of the decode services, in a running event loop.
 
-    Raises ConfigError, which names the setting, or StartupError if no host name resolves.
+    Raises ConfigError, which names the setting, or StartupError if `decode` is a list of which no host
+    name resolves.
     """
     token = _decode_token(settings)
     if token is not None and not settings.decode_tls and not all(map(is_loopback, settings.decode)):

@@ -60,7 +60,8 @@ class CloseCall:
 
 @dataclass(frozen=True, slots=True)
 class BytesSent:
-    """Reports that the transport took `num_bytes` of this call's KV and log-probabilities.
+    """Reports that `num_bytes` of this call's KV and log-probabilities no longer wait: the transport took them, or
+    their row was cancelled.
 
     The send budget has that much room again.
     """

@@ -82,7 +82,7 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """Returns the settings that must be equal for a run to continue from a checkpoint.
 
-        The decay of the learning rate is not among them; checkpoint.py compares it.
+        run.py adds the layers, the data and the models; checkpoint.py compares the decay of the learning rate.
         """
         return {name: value for name, value in dataclasses.asdict(self).items() if name in _IDENTITY}
 

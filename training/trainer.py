@@ -1,5 +1,5 @@
-"""The training loop: steps, evaluations, checkpoints. Muon trains all matrices but the output layer's, AdamW norms
-and the output layer.
+"""The training loop: steps, evaluations, checkpoints. Muon trains all matrices but the output layer's; AdamW
+trains norms and the output layer.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ _TF32_TOLERANCE = _TOLERANCES[torch.float16]
 
 @dataclass(frozen=True, slots=True)
 class Unsplit:
-    """The forward of a whole prompt by transformers itself, as the reference to compare with.
+    """The forward of a whole prompt by the model before its modules are replaced, as the reference to compare with.
 
     Shapes: token_ids [N], the first at position `start`; kv of each layer [2, N, heads, head_dim]; logits [N, vocab]
     float32.

@@ -219,7 +219,8 @@ class _ToldPast(DynamicCache):
 def probe_attention(
     model: Any, *, name: str, torch_device: torch.device
 ) -> tuple[tuple[LayerShape, ...], Unsplit, list[Unsplit]]:
-    """Observes how each layer of the model attends, and computes reference forwards with transformers alone.
+    """Observes how each layer of the model attends, and computes reference forwards before any of its modules is
+    replaced.
 
     Returns the shape of each layer's attention, the reference forward of a short prompt, and one reference forward that
     begins at each position that `far_positions` returns. `model` must be set to the attention implementation

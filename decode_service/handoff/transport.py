@@ -67,15 +67,15 @@ class HandoffTransport(Protocol):
     CallEnded. For a call that fails early it posts only CallEnded.
 
     Receive budget: over all calls, the payload bytes of segments posted and not yet `landed` stay within
-    `receive_budget_bytes`, except that one segment is always allowed. While the budget is full, a call reads only its
-    next frame, and then the replica must stop sending. The engine calls `landed` for every segment posted, even if it
-    drops the segment or the call has ended; only `landed` gives bytes back.
+    `receive_budget_bytes`; while none are held, one segment may have more. While the budget is full, a call reads only
+    its next frame, and then the replica must stop sending. The engine calls `landed` for every segment posted, even if
+    it drops the segment or the call has ended; only `landed` gives bytes back.
 
     A call ends when its replica ends it, is lost, or sends nothing for as long as the time-outs allow. The error in
     CallEnded is None after an orderly end. Otherwise it is FingerprintMismatch, PrefillUnavailable or EngineFault (the
-    protocol was broken). PrefillUnavailable means that the replica was lost, refused or stalled, and that another may
-    serve the rows. Before a CallEnded with it or with FingerprintMismatch, a ReplicasChanged reports the replica as not
-    ready.
+    replica broke the protocol, or the engine the call). PrefillUnavailable means that the replica was lost, stalled or
+    refused the call, and that another may serve the rows. Unless the transport closes, a ReplicasChanged reports the
+    replica as not ready before a CallEnded with PrefillUnavailable or FingerprintMismatch.
     """
 
     async def open(self) -> None:

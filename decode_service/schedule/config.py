@@ -14,15 +14,15 @@ class DecodeConfig(EngineConfig):
     """The options of the decode engine.
 
     `spec_info` is the deepest speculation of a step. With `prefix_routing` the choice of a prefill service weighs what
-    it has cached against its load. If at most `local_prefill_tokens` tokens of a prompt are left to compute, the engine
-    itself computes them between its steps; 0 switches that off. With `prefill_fallback` it computes prompts of any
-    length while no prefill replica is ready. With `replays_forwards` the steps' forwards are recorded as graphs when
-    the engine is created, if the device can record them.
+    it has cached against its load. The engine itself computes a prompt, between its steps, if at most
+    `local_prefill_tokens` tokens are left of it and of the other short prompts here together; 0 switches that off. With
+    `prefill_fallback` it computes prompts of any length while no prefill replica is ready. With `replays_forwards` the
+    steps' forwards are recorded as graphs when the engine is created, if the device can record them.
 
-    A request fails after `max_handoff_attempts` consecutive lost handoffs, or if no replica takes it for
-    `prefill_timeout_s`. Waiting makes no request's priority better than `best_priority`. Clients share the rows and
-    slots in proportion to `client_weights`, by default 1 each. A request that waits for `reclaim_after_s` gets a row
-    and slots from clients that hold more; 0 switches that off.
+    A request fails after `max_handoff_attempts` consecutive lost handoffs, or, without `prefill_fallback`, if no
+    replica takes it for `prefill_timeout_s`. Waiting makes no request's priority better than `best_priority`. Clients
+    share the rows and slots in proportion to `client_weights`, by default 1 each. A request that has waited for
+    `reclaim_after_s` takes a row and slots from clients that hold more than its own; 0 switches that off.
     """
 
     spec_info: SpecInfo = NO_DRAFTS

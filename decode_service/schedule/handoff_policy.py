@@ -104,9 +104,9 @@ class HandoffPolicy:
     """Decides what to do with waiting requests, from the state of the pool, the local prefill and the replicas.
 
     A request waits while much of its KV is on its way for another one, of `bringing_kv`. Then it gets a row that shares
-    that KV, and asks for the rest. A request of which at most `local_prefill_tokens` are left to compute is handed to
-    no replica: `local` computes it. Unless that number is 0, `local` also computes longer requests, one at a time, if
-    every replica would have to compute much more.
+    that KV, and asks for the rest. If at most `local_prefill_tokens` are left to compute of a request and of the short
+    prompts that `local` has already, it is handed to no replica: `local` computes it. Unless that number is 0, `local`
+    also computes longer requests, one at a time, if every replica would have to compute much more.
 
     With `prefill_fallback` no request fails because no replica is ready. Shortly after the last replica has stopped
     being ready the service is degraded: `local` computes every request, at most one long one at a time, until a replica

@@ -91,7 +91,7 @@ class ResultTaker:
         self._lose = lose
 
     def take_first_tokens(self, prebuilt: ScheduleBatch, results: RowResults) -> None:
-        """Gives the first tokens to requests that have just entered their rows."""
+        """Gives the requests of `prebuilt`, which joins the running batch next, their first tokens: `results`."""
         every = np.arange(prebuilt.batch_size)
         self._append(every, prebuilt.rows, prebuilt.reqs, prebuilt.request_ids, results, self._clock())
         self._follow_grammars(prebuilt.sampling.constrained, every, prebuilt.reqs, results, {})
