@@ -15,6 +15,7 @@ from baton.local_pair import MODULES, LocalPair, ProcessPhase
 from baton.server_info import HealthStatus
 from common.addresses import host_and_port, why_not_listen
 from tests.cli.conftest import await_end
+from tests.support.free_ports import free_ports
 from tests.support.running_pair import wait_until
 
 
@@ -45,10 +46,11 @@ def test_every_decode_service_knows_every_prefill_service(tmp_path: Path) -> Non
 
 
 def test_the_first_decode_service_has_the_port_that_is_wanted_where_that_is_free(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         listener.listen()
-        port = listener.getsockname()[1]
         taken = LocalPair(num_decode=2, decode_port=port, log_dir=tmp_path)
     free = LocalPair(num_decode=2, decode_port=port, log_dir=tmp_path)
     assert f"127.0.0.1:{port}" not in taken.decode_addresses

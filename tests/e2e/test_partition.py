@@ -6,6 +6,7 @@ two network namespaces, where TCP notices the silence too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.thorough
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
 TIMEOUT_S = 3.0
 """Time-out in seconds of a handoff's progress, of the wait for any replica, and of a receiver that takes nothing."""
+SHORT_CUT_S = 1.0
 NUM_TRIES = 5
 """How often a test tries: a row may have finished between the check and the cut."""
 
@@ -113,23 +115,25 @@ def test_a_short_cut_costs_time_only(
     pair: RunningPair, proxies: Sequence[BlackHoleProxy], undisturbed: list[Completion]
 ) -> None:
     """The cut is shorter than any time-out. Everything held back arrives afterwards, in the same calls."""
-    num_retries_before = pair.load().num_row_retries
     assert any(rows_met_by_a_cut(pair, proxies, undisturbed) > 0 for _ in range(NUM_TRIES)), "none met a row"
-    assert pair.load().num_row_retries == num_retries_before
 
 
 def rows_met_by_a_cut(pair: RunningPair, proxies: Sequence[BlackHoleProxy], undisturbed: list[Completion]) -> int:
-    """Cuts the network while requests run, and asserts that all of them are served as usual. Returns the number of rows
-    that were being handed off when the cut began.
+    """Cuts the network while requests run, and asserts that all of them are served as usual, with no retry. Returns the
+    number of rows that were being handed off when the cut began, or 0 if a busy machine made the cut a long one.
     """
-
+    num_retries_before = pair.load().num_row_retries
     with WORKLOAD.at_once(pair.client) as asked:
         wait_until(lambda: has_rows_with(pair, 0) or all(each.done() for each in asked), about=pair.load)
+        cut_s = time.monotonic()
         for proxy in proxies:
             proxy.cut()
         num_rows = sum(replica.num_rows for replica in pair.load().prefill_replicas)
         for proxy in proxies:
             proxy.mend()
+        if time.monotonic() - cut_s > SHORT_CUT_S:
+            return 0
         for each, expected in zip(asked, undisturbed, strict=True):
             assert_same(each.result(), expected)
+    assert pair.load().num_row_retries == num_retries_before
     return num_rows

@@ -20,9 +20,9 @@ from tests.support.running_pair import BOUND_S, RunningPair, running_pair, wait_
 
 pytestmark = pytest.mark.thorough
 
-NUM_TOKENS = 300
+NUM_TOKENS = 100
 GRACE_S = 10
-"""Grace period in seconds: enough for NUM_TOKENS, which take half a second where nothing else runs."""
+"""Grace period in seconds: enough for NUM_TOKENS, which take a fifth of a second where nothing else runs."""
 
 
 @pytest.fixture(scope="module")

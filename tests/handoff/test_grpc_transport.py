@@ -23,6 +23,7 @@ from tests.handoff.homes import FAST
 from tests.handoff.raw_replica import RawReplica
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, failed, prebuilt, row, segment
 from tests.handoff.scripted_prefill import RecordingDecode
+from tests.support.free_ports import free_ports
 from tests.support.loop_thread import LoopThread
 from tests.wire.strategies import VOCAB_SIZE
 
@@ -237,14 +238,14 @@ def test_no_progress_in_time_ends_the_call(rig: Rig) -> None:
 def test_a_replica_that_sends_nothing_keeps_its_call_while_its_engine_steps_and_no_longer(rig: Rig) -> None:
     replica = RawReplica()
     replica.frames, replica.hangs, replica.is_stepping = (ACCEPTED,), True, True
-    rig.call(replica, timeouts=replace(FAST, progress_timeout_s=0.5))
+    rig.call(replica, timeouts=replace(FAST, progress_timeout_s=1.0))
     num_steps = replica.num_steps
     rig.decode.latest_replica(lambda state: state.num_uncomputed_tokens > num_steps + 1.5 / FAST.poll_interval_s)
     assert rig.decode.num_ends("call") == 0
     replica.is_stepping = False
     end = rig.decode.ended("call")
     assert isinstance(end.error, PrefillUnavailable)
-    assert "no frame within 0.5 s" in str(end.error)
+    assert "no frame within 1.0 s" in str(end.error)
 
 
 def test_a_replica_that_listens_but_never_answers_is_not_ready(rig: Rig) -> None:
@@ -327,7 +328,7 @@ def test_the_load_is_followed(rig: Rig) -> None:
 
 
 def test_start_order_does_not_matter(rig: Rig) -> None:
-    raw = RawReplica()
+    raw = RawReplica(port=free_ports(1)[0])
     address = rig.bring_up(raw)
     rig.loop.run(raw.stop())
     rig.connect(address)
@@ -337,7 +338,7 @@ def test_start_order_does_not_matter(rig: Rig) -> None:
 
 
 def test_a_restarted_replica_serves_again(rig: Rig) -> None:
-    raw = RawReplica()
+    raw = RawReplica(port=free_ports(1)[0])
     raw.frames, raw.hangs = (ACCEPTED,), True
     rig.call(raw)
     rig.decode.reports.wait_until(lambda reports: any(isinstance(report, FrameArrived) for report in reports))

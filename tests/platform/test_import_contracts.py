@@ -56,7 +56,7 @@ PLANTED = [
 
 def lint_imports(directory: Path) -> str:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode != 0, result.stdout
     return result.stdout + result.stderr
 

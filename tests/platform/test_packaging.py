@@ -32,7 +32,7 @@ def test_the_command_line_starts_without_the_services_libraries() -> None:
     hide = f"import sys; sys.modules.update(dict.fromkeys({roots!r}))"
     run = "from baton.cli.main import main; sys.argv = ['baton', 'demo']; main()"
     result = subprocess.run(
-        [sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True, timeout=600, check=False
     )
     assert (result.returncode, result.stdout) == (1, "")
     assert re.fullmatch(

@@ -65,7 +65,7 @@ def test_a_stopped_rank_is_noticed_and_a_killed_one_ends_the_service(pair: Runni
 
         rank.send_signal(signal.SIGSTOP)
         wait_until(lambda: pair.client.health(READY_SERVICE["decode"]) is not HealthStatus.SERVING)
-        assert f'"waits_for": "rank 1 (process {rank.pid})"' in decode.log_tail()
+        wait_until(lambda: f'"waits_for": "rank 1 (process {rank.pid})"' in decode.log_tail())
         rank.send_signal(signal.SIGCONT)
         wait_until(pair.is_ready)
         assert [len(each.result().token_ids) for each in running] == [400] * NUM_REQUESTS

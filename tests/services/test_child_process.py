@@ -17,7 +17,7 @@ from common.host.link import Link
 from tests.support.open_files import open_files
 
 BOUND_S = 60.0
-BUSY = "print(flush=True)\nimport re; re.match('(a+)+$', 'a' * 60 + 'b')"
+BUSY = "import re\nprint(flush=True)\nre.match('(a+)+$', 'a' * 60 + 'b')"
 """A program that keeps the interpreter's lock, so that no code of its own could end it."""
 PARENT = f"""
 import subprocess, sys

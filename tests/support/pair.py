@@ -435,14 +435,14 @@ class InProcessPair:
         self.step_decode()
         give_up_s = time.monotonic() + bound_s
 
-        def is_computing(replica: PrefillReplica) -> bool:
-            load = replica.engine.load()
-            return bool(replica.commands or load.num_queued or load.num_running)
+        def is_at_work(replica: PrefillReplica) -> bool:
+            load, rest_s = replica.engine.load(), replica.engine.idle_timeout_s()
+            return bool(replica.commands or load.num_queued or load.num_running) or rest_s <= _IDLE_STEP_S
 
         def is_any_busy() -> bool:
             return any(stream.is_busy for device in self._devices for stream in device.progress())
 
-        while any(is_computing(replica) for replica in self.replicas) or is_any_busy():
+        while any(is_at_work(replica) for replica in self.replicas) or is_any_busy():
             assert time.monotonic() < give_up_s, f"not over: {self.prefill.load()}"
             self.step_prefill()
         self.step_decode()
