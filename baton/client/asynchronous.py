@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from baton.client.channel import ChannelOptions, Tls, trace_metadata
 from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
-from baton.client.servers import ANSWER_TIMEOUT_S, AsyncServers, CommonServer, Opening, Server
+from baton.client.servers import ANSWER_TIMEOUT_S, AsyncServers, CommonServer, Opening, Server, only_answer
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
@@ -266,13 +266,13 @@ class AsyncClient:
             with_pieces=with_pieces,
             chat_options=chat_options,
         )
-        answer = await self._ask(lambda server: server.inference.Tokenize, request, answers_at_once=False)
+        answer = await self._ask(lambda server: server.inference.Tokenize, request)
         return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
 
     async def detokenize(self, token_ids: Iterable[int]) -> str:
         """Returns the text of these tokens. Special tokens appear in it by their names."""
         request = detokenize_request(token_ids)
-        answer = await self._ask(lambda server: server.inference.Detokenize, request, answers_at_once=False)
+        answer = await self._ask(lambda server: server.inference.Detokenize, request)
         return str(answer.text)
 
     async def load(self) -> InferenceLoad:
@@ -295,9 +295,9 @@ class AsyncClient:
         """Cancels the open calls and closes the connections."""
         await self._servers.close()
 
-    async def _ask(self, method_of: Callable[[Server], Any], request: Any, *, answers_at_once: bool = True) -> Any:
-        """Calls a method of a server, and returns its answer. With `answers_at_once`, another server is asked if one is
-        slow to answer. Raises BatonError.
+    async def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
+        """Calls a method of a server, and returns its answer. If the server sends no head of an answer in time, another
+        one is asked. Raises BatonError.
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None
@@ -306,15 +306,14 @@ class AsyncClient:
             left_s = max(0.0, give_up_s - time.monotonic())
             server = await self._servers.take_when_ready(avoided=server, timeout_s=left_s)
             left_s = max(0.0, give_up_s - time.monotonic())
-            timeout_s = min(left_s, ANSWER_TIMEOUT_S) if answers_at_once else left_s
             try:
-                return await method_of(server)(request, timeout=timeout_s)
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or (timeout_s == left_s and hung is None):
-                    raise error_from_rpc(error) from None
+                call = method_of(server)(request, timeout=left_s)
+                if left_s <= ANSWER_TIMEOUT_S or await _answers(call, ANSWER_TIMEOUT_S):
+                    return only_answer([answer async for answer in call])
                 hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
-                if timeout_s == left_s:
-                    raise hung from None
+            except grpc.RpcError as error:
+                is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                raise hung if hung is not None and is_late else error_from_rpc(error) from None
             finally:
                 self._servers.give_back(server)
 
@@ -329,7 +328,7 @@ class AsyncClient:
 
 async def _answers(call: Any, timeout_s: float) -> bool:
     """Waits until the head of the call's answer has come, or the call has failed. Returns False, and cancels the call,
-    if neither happens in time.
+    if neither happens in time. If this wait is cancelled, so is the call.
     """
     head = asyncio.ensure_future(call.initial_metadata())
     try:
@@ -339,6 +338,9 @@ async def _answers(call: Any, timeout_s: float) -> bool:
             if done:
                 await head
                 return True
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
     finally:
         head.cancel()
     call.cancel()

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from baton.client.channel import ChannelOptions, Tls, trace_metadata
 from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
 from baton.client.interrupts import uninterrupted
-from baton.client.servers import ANSWER_TIMEOUT_S, BlockingServers, CommonServer, Opening, Server
+from baton.client.servers import ANSWER_TIMEOUT_S, BlockingServers, CommonServer, Opening, Server, only_answer
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
@@ -290,13 +290,13 @@ class Client:
             with_pieces=with_pieces,
             chat_options=chat_options,
         )
-        answer = self._ask(lambda server: server.inference.Tokenize, request, answers_at_once=False)
+        answer = self._ask(lambda server: server.inference.Tokenize, request)
         return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
 
     def detokenize(self, token_ids: Iterable[int]) -> str:
         """Returns the text of these tokens. Special tokens appear in it by their names."""
         request = detokenize_request(token_ids)
-        answer = self._ask(lambda server: server.inference.Detokenize, request, answers_at_once=False)
+        answer = self._ask(lambda server: server.inference.Detokenize, request)
         return str(answer.text)
 
     def load(self) -> InferenceLoad:
@@ -321,9 +321,9 @@ class Client:
         self._servers.close()
 
     @uninterrupted
-    def _ask(self, method_of: Callable[[Server], Any], request: Any, *, answers_at_once: bool = True) -> Any:
-        """Calls a method of a server, and returns its answer. With `answers_at_once`, another server is asked if one is
-        slow to answer. Raises BatonError.
+    def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
+        """Calls a method of a server, and returns its answer. If the server sends no head of an answer in time, another
+        one is asked. Raises BatonError.
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None
@@ -332,15 +332,14 @@ class Client:
             left_s = max(0.0, give_up_s - time.monotonic())
             server = self._servers.take_when_ready(avoided=server, timeout_s=left_s)
             left_s = max(0.0, give_up_s - time.monotonic())
-            timeout_s = min(left_s, ANSWER_TIMEOUT_S) if answers_at_once else left_s
             try:
-                return method_of(server)(request, timeout=timeout_s)
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or (timeout_s == left_s and hung is None):
-                    raise error_from_rpc(error) from None
+                call = method_of(server)(request, timeout=left_s)
+                if left_s <= ANSWER_TIMEOUT_S or _answers(call, ANSWER_TIMEOUT_S):
+                    return only_answer(list(call))
                 hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
-                if timeout_s == left_s:
-                    raise hung from None
+            except grpc.RpcError as error:
+                is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                raise hung if hung is not None and is_late else error_from_rpc(error) from None
             finally:
                 self._servers.give_back(server)
 

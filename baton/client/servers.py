@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -100,6 +100,8 @@ _FOLLOWS_HEALTH = json.dumps(
 _NEVER_IDLE_MS = 2**31 - 1
 _LOOK_UP_ARG = "grpc.dns_min_time_between_resolutions_ms"
 
+AnswerT = TypeVar("AnswerT")
+
 
 @dataclass(slots=True)
 class CommonServer:
@@ -145,14 +147,31 @@ class Wait:
         return min(end_s - asked_s for end_s in ends if end_s > asked_s)
 
 
+class _HeadFirst:
+    """A channel for stubs that reads the one answer of a call as a stream of answers: gRPC tells of the head of an
+    answer, before the answer itself, only for streams.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self.unary_stream = self.unary_unary = channel.unary_stream
+
+
+def only_answer(answers: Sequence[AnswerT]) -> AnswerT:
+    """Returns the answer of a call that has one. Raises Internal if the server sent none, or several."""
+    if len(answers) != 1:
+        raise Internal(f"the server sent {len(answers)} answers instead of one", reason="PROTOCOL")
+    return answers[0]
+
+
 class Server:
     """One server: its channel and stubs, and how many of this client's calls are open there."""
 
     def __init__(self, target: str, channel: Any, token: str | None) -> None:
         self.target = target
         self.channel = channel
-        self.inference = inference_pb2_grpc.InferenceStub(authorized(channel, token))
-        self.health: Any = health_pb2_grpc.HealthStub(channel)
+        head_first: Any = _HeadFirst(channel)
+        self.inference: Any = inference_pb2_grpc.InferenceStub(authorized(head_first, token))
+        self.health: Any = health_pb2_grpc.HealthStub(head_first)
         self.num_open = 0
         self.last_chosen = 0
         self.failed_until_s = -math.inf

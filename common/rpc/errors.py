@@ -64,6 +64,7 @@ _BROKEN = {
     "Socket closed": "the connection broke: the server ended, or cannot be reached any more",
     "Stream removed": "the connection broke: the server ended, or cannot be reached any more",
     "Cancelling all calls": "the server stopped",
+    "ping timeout": "the server has not answered: it hangs or cannot be reached",
     "Deadline Exceeded": "no answer came in time",
 }
 _RESET = "Connection reset by peer"

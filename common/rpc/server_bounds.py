@@ -149,7 +149,9 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         kind = getattr(handler.request_deserializer, "__self__", None)  # the message class, which has this FromString
 
         async def respond(_requests: object, context: Context) -> Any:
-            return await handler.unary_unary(await self._request(context, kind), context)
+            request = await self._request(context, kind)
+            await _begin(context)
+            return await handler.unary_unary(request, context)
 
         async def stream(_requests: object, context: Context) -> None:
             await handler.unary_stream(await self._request(context, kind), context)

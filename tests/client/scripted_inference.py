@@ -88,6 +88,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         )
 
     def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
+        self._answer("Tokenize", context)
         self.is_tokenizing.set()
         ended = threading.Event()
         context.add_callback(ended.set)

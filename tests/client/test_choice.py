@@ -438,12 +438,12 @@ async def test_a_server_that_hangs_is_passed_over(scripted: list[ScriptedServer]
     hung.inference.hangs = True
     set_ready(other, False)
     client = open_client(addresses([hung, other]), resume=True)
-    asked = asyncio.gather(client.complete("Hi"), client.call("load"))
-    methods = {await asyncio.to_thread(hung.inference.unanswered.get, timeout=BOUND_S) for _ in range(2)}
-    assert methods == {"Generate", "GetLoad"}
+    asked = asyncio.gather(client.complete("Hi"), client.call("load"), client.call("tokenize", "Hi"))
+    methods = {await asyncio.to_thread(hung.inference.unanswered.get, timeout=BOUND_S) for _ in range(3)}
+    assert methods == {"Generate", "GetLoad", "Tokenize"}
     set_ready(other, True)
-    completion, load = await asked
-    assert completion.request_id == other.address and load.instance_id == "first"
+    completion, load, tokenized = await asked
+    assert completion.request_id == other.address and load.instance_id == "first" and tokenized.token_ids == (1,)
 
     hung.inference.unanswered = queue.Queue()
     for _ in range(3):

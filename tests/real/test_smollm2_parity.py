@@ -26,7 +26,7 @@ from tests.support.pair import MakePair, PairOptions
 from tests.support.running_pair import HANDS_ALL_OVER
 
 MIN_TOKENS_PER_FORWARD = 1.5
-FUSED_BOUND_S = 180.0
+FUSED_BOUND_S = 900.0
 COMMITTED = {
     "chat_one_word": [19556, 17, 1073, 416, 339, 4237, 346, 1834, 47, 2],
     "code_raw": [472, 907, 7779, 253, 18157, 288, 4249, 260, 8661, 288, 325, 8797, 472, 18157, 446, 933],

@@ -180,6 +180,7 @@ def test_what_a_server_says_of_itself_is_harmless() -> None:
         ("Deadline Exceeded", "no answer came in time"),
         ("Socket closed", "the connection broke: the server ended, or cannot be reached any more"),
         ("Cancelling all calls", "the server stopped"),
+        ("ping timeout", "the server has not answered: it hangs or cannot be reached"),
         ("tokens: are odd", "tokens: are odd"),
     ],
 )
