@@ -38,9 +38,9 @@ def row(request_id: str = "request", num_tokens: int = 128, **sampling: int) -> 
 
 def segment(row: int = 0, place: int = 0) -> KvSegment:
     """Returns segment number `place` of the row, with all layers and a payload that differs from those of its
-    neighbours.
+    neighbours, and from layer to layer.
     """
-    payload = bytes([place % 256]) * SEGMENT_BYTES
+    payload = ((np.arange(SEGMENT_BYTES) + place) % 251).astype(np.uint8).tobytes()
     return KvSegment(row, "target", 0, TARGET.num_layers, place * SEGMENT_TOKENS, SEGMENT_TOKENS, payload)
 
 
