@@ -22,15 +22,11 @@ import transformers
 from common.checkpoints.cache import default_cache_dir
 from common.draft.paged_head import PagedHead
 from common.draft.seed import seed_columns
-from common.model.model_files import FileVersion, ModelFiles, model_faults
+from common.model.model_files import TOKENIZER_FILES, FileVersion, ModelFiles, model_faults
 from common.model.stored_tensor import STORED_DTYPES, StoredTensor, read_header
 from common.model.target import TargetModel
 from common.wire.fingerprint import Fingerprint
 
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
-    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
-)
 _WITHOUT_EFFECT_ON_KV = frozenset(
     {
         "_name_or_path",
@@ -180,7 +176,7 @@ def _tokenizer_digest(files: ModelFiles) -> str:
     Raises UnsupportedModel if one of them is not a file.
     """
     parts: list[bytes] = []
-    for file in (files.directory / name for name in _TOKENIZER_FILES):
+    for file in (files.directory / name for name in TOKENIZER_FILES):
         if file in files.versions:
             with model_faults(f"{files.directory.name}/{file.name}"):
                 parts += [file.name.encode(), file.read_bytes()]

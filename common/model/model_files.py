@@ -88,18 +88,13 @@ _MAX_NUMBER = 1e300
 _MANY_LAYERS, _LARGE = 64, 1 << 16
 """Sizes up to which a model is quick to build, even if the weight files have fewer or smaller tensors."""
 _OTHER_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
-_TOKENIZER_SETTINGS, _ADDED_TOKENS = "tokenizer_config.json", "added_tokens.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    _TOKENIZER_SETTINGS,
-    "tokenizer.model",
-    "tekken.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
+_TOKENIZER, _TOKENIZER_SETTINGS, _ADDED_TOKENS = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+_VOCABULARIES = (
+    *(_TOKENIZER, "tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt"),
 )
-_TOKENIZER_PARTS = ("merges.txt", _ADDED_TOKENS, "special_tokens_map.json")
+TOKENIZER_FILES = (*_VOCABULARIES, "merges.txt", _ADDED_TOKENS, "special_tokens_map.json")
+"""The tokenizer's files, which the fingerprint covers, except for its settings."""
 _READ = re.compile(r"model.*\.safetensors|[^.].*\.(json|model|txt|jinja)")
 _OWN_CODE = "needs code that comes with the model, which is never run"
 _NUM_NAMED = 3
@@ -374,11 +369,11 @@ def read_tokenizer(directory: Path) -> Any | None:
     transformers take only its vocabulary and have rules of their own. Of such a class only the default special tokens
     are kept, if the files add them to the vocabulary.
     """
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+    there = [name for name in _VOCABULARIES if (directory / name).exists()]
+    if not there and not (directory / _TOKENIZER_SETTINGS).exists():
         return None
-    there = [name for name in _TOKENIZER_FILES if (directory / name).exists() and not name.endswith("_config.json")]
-    is_converted = there and _TOKENIZER_FILES[0] not in there
-    only = f" is {there[0]} without {_TOKENIZER_FILES[0]}, which has to be added here" if is_converted else ""
+    is_converted = there and _TOKENIZER not in there
+    only = f" is {there[0]} without {_TOKENIZER}, which has to be added here" if is_converted else ""
     with model_faults(f"{directory.name}: its tokenizer{only}"):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
         added = None if type(tokenizer) is TokenizersBackend else _added_tokens(directory)
@@ -410,7 +405,7 @@ def _stored_tokens(directory: Path) -> set[str] | None:
     """Returns the texts of all tokens that tokenizer.json and the files beside it name, in the vocabulary or added to
     it. Returns None if there is no tokenizer.json.
     """
-    path = directory / _TOKENIZER_FILES[0]
+    path = directory / _TOKENIZER
     if (added := _added_tokens(directory)) is None:
         return None
     with model_faults(f"{directory.name}/{path.name}"):
@@ -420,7 +415,7 @@ def _stored_tokens(directory: Path) -> set[str] | None:
 
 def _added_tokens(directory: Path) -> set[str] | None:
     """Returns the texts of the tokens that the files add to the vocabulary. Returns None without tokenizer.json."""
-    path = directory / _TOKENIZER_FILES[0]
+    path = directory / _TOKENIZER
     if not path.exists():
         return None
     with model_faults(f"{directory.name}/{path.name}"):
@@ -460,7 +455,7 @@ def read_versions(directory: Path) -> dict[Path, FileVersion]:
     if not (directory / CONFIG).exists():
         raise UnsupportedModel(f"{place}: there is no such file; a model is a directory that has one")
     with model_faults(place):
-        files = [directory / name for name in (CONFIG, GENERATION_CONFIG, *_TOKENIZER_FILES, *_TOKENIZER_PARTS)]
+        files = [directory / name for name in (CONFIG, GENERATION_CONFIG, _TOKENIZER_SETTINGS, *TOKENIZER_FILES)]
         return {file: FileVersion.of(file) for file in files if file.exists()}
 
 
