@@ -28,7 +28,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
 from decode_service.handoff.grpc_replica import GrpcReplica
-from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.handoff.receive_budget import ReceiveBudget
 from decode_service.handoff.transport import HandoffTimeouts, Post
 from decode_service.messages import FrameArrived, StartHandoff
 
@@ -97,7 +97,7 @@ class GrpcCall:
         replica: GrpcReplica,
         fingerprint: Fingerprint,
         codec: FrameCodec,
-        budget: AsyncReceiveBudget,
+        budget: ReceiveBudget,
         post: Post,
         timeouts: HandoffTimeouts,
         metadata: Metadata,

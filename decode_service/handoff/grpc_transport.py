@@ -21,7 +21,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import OPEN_ACCESS, GrpcReplica, PrefillAccess
-from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.handoff.receive_budget import ReceiveBudget
 from decode_service.handoff.transport import HandoffTimeouts, Post
 from decode_service.messages import (
     BreakCall,
@@ -65,7 +65,7 @@ class GrpcTransport:
         self._codec = FrameCodec(fingerprint=fingerprint, vocab_size=vocab_size)
         self._timeouts = timeouts
         self._metadata = access.metadata
-        self._budget = AsyncReceiveBudget(receive_budget_bytes)
+        self._budget = ReceiveBudget(receive_budget_bytes)
         self._loop = asyncio.get_running_loop()
 
         def connect(address: str, certified_host: str | None) -> GrpcReplica:

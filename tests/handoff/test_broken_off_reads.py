@@ -15,7 +15,7 @@ import pytest
 from common.rpc.aio import whole_read
 from common.rpc.grpc_options import channel_options
 from decode_service.handoff.grpc_call import Stream
-from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.handoff.receive_budget import ReceiveBudget
 from tests.handoff.homes import FAST
 from tests.handoff.raw_replica import RawReplica
 from tests.handoff.samples import ROOMY_BUDGET_BYTES
@@ -108,7 +108,7 @@ class HangingStream:
 
 async def test_a_handoff_that_is_cancelled_does_not_interrupt_its_read() -> None:
     stream = HangingStream()
-    call = call_over(stream, budget=AsyncReceiveBudget(ROOMY_BUDGET_BYTES), post=lambda _command: None)
+    call = call_over(stream, budget=ReceiveBudget(ROOMY_BUDGET_BYTES), post=lambda _command: None)
     exchange = asyncio.create_task(call.exchange())
     await asyncio.wait_for(stream.is_read.wait(), FAST.accept_timeout_s)
     exchange.cancel()

@@ -16,7 +16,7 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.handoff import Accepted, KvSegment
 from decode_service.handoff.grpc_call import GrpcCall
 from decode_service.handoff.grpc_replica import GrpcReplica
-from decode_service.handoff.receive_budget import AsyncReceiveBudget
+from decode_service.handoff.receive_budget import ReceiveBudget
 from decode_service.messages import FrameArrived, StartHandoff
 from tests.handoff.homes import FAST
 from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, SEGMENT_BYTES, row, segment
@@ -43,7 +43,7 @@ class ArrivedStream:
         pass
 
 
-def call_over(stream: object, *, budget: AsyncReceiveBudget, post: Callable[[Any], None]) -> GrpcCall:
+def call_over(stream: object, *, budget: ReceiveBudget, post: Callable[[Any], None]) -> GrpcCall:
     """Returns a call of one row. `stream` stands in for its gRPC stream."""
 
     async def ready() -> None:
@@ -69,7 +69,7 @@ def call_over(stream: object, *, budget: AsyncReceiveBudget, post: Callable[[Any
     [pytest.param(ROOMY_BUDGET_BYTES, [3, 4, 5], id="room"), pytest.param(SEGMENT_BYTES, [2, 3, 4], id="no-room")],
 )
 async def test_the_next_frame_is_read_while_a_segment_is_posted(limit_bytes: int, num_read: list[int]) -> None:
-    stream, budget = ArrivedStream(), AsyncReceiveBudget(limit_bytes)
+    stream, budget = ArrivedStream(), ReceiveBudget(limit_bytes)
     seen: list[int] = []
 
     def post(command: Any) -> None:
@@ -83,7 +83,7 @@ async def test_the_next_frame_is_read_while_a_segment_is_posted(limit_bytes: int
 
 
 async def test_what_is_read_ahead_for_is_nobody_elses() -> None:
-    budget = AsyncReceiveBudget(SEGMENT_BYTES)
+    budget = ReceiveBudget(SEGMENT_BYTES)
     assert budget.take_at_once(SEGMENT_BYTES)
     assert not budget.take_at_once(1)
     budget.give_back(SEGMENT_BYTES)
