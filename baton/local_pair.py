@@ -23,7 +23,7 @@ from baton.errors import BatonError, InvalidArgument, PairMismatch, StartTimedOu
 from baton.free_ports import LOOPBACK, HeldPorts
 from baton.server_info import HealthStatus
 from baton.service_log import ServiceLog
-from baton.service_process import READY_SERVICE, TLS_SETTINGS, Role, ServiceProcess
+from baton.service_process import READY_SERVICE, TLS_SETTINGS, ProcessRole, ServiceProcess
 from common.addresses import address_of, host_and_port, why_not_listen
 from common.peer_text import peer_text
 
@@ -31,8 +31,8 @@ POLL_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
 GATEWAY_HEALTH_TIMEOUT_S = 3.0
 KILL_TIMEOUT_S = 10.0
-MODULES: Mapping[Role, str] = {"prefill": "prefill_service", "decode": "decode_service", "gateway": "gateway"}
-_AWAITS: Mapping[Role, Role] = {"decode": "prefill", "gateway": "decode"}
+MODULES: Mapping[ProcessRole, str] = {"prefill": "prefill_service", "decode": "decode_service", "gateway": "gateway"}
+_AWAITS: Mapping[ProcessRole, ProcessRole] = {"decode": "prefill", "gateway": "decode"}
 """Maps each kind of process to the kind of service it waits for."""
 _MISMATCH = "FINGERPRINT_MISMATCH"
 _READ_LOGS = {"log-format": "json"}  # overrides the environment, because the logs are parsed here
@@ -81,7 +81,7 @@ class LocalPair:
         prefill_config: Path | None = None,
         decode_config: Path | None = None,
         log_dir: Path | None = None,
-        modules: Mapping[Role, str] = MODULES,
+        modules: Mapping[ProcessRole, str] = MODULES,
         exposes_metrics: bool = False,
         decode_port: int | None = None,
         taken_ports: Collection[int] = (),
@@ -241,7 +241,7 @@ class LocalPair:
         self.stop(keeps_logs=isinstance(error, Exception))
 
     def _service(
-        self, role: Role, name: str, address: str, options: Mapping[str, object], arguments: Sequence[str] = ()
+        self, role: ProcessRole, name: str, address: str, options: Mapping[str, object], arguments: Sequence[str] = ()
     ) -> ServiceProcess:
         return self._new_service(
             name=name,
@@ -399,7 +399,7 @@ def _flags(values: Mapping[str, object]) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
-def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mapping[str, object]]:
+def _memory_shares(*kinds: tuple[ProcessRole, int, Sequence[str]]) -> dict[ProcessRole, Mapping[str, object]]:
     """Returns for each role the option that sets `memory_share`, so that services on one device divide its memory.
 
     Each entry of `kinds` is a role, the number of its services and their arguments. Services with a configured share
@@ -412,7 +412,7 @@ def _memory_shares(*kinds: tuple[Role, int, Sequence[str]]) -> dict[Role, Mappin
     from common.config.settings import DecodeSettings, PrefillSettings
     from common.errors import ConfigError
 
-    shares: dict[Role, Mapping[str, object]] = {role: {} for role, *_ in kinds}
+    shares: dict[ProcessRole, Mapping[str, object]] = {role: {} for role, *_ in kinds}
     settings = {}
     try:
         for role, _, arguments in kinds:

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 
 from baton.client import Tls
 from baton.errors import BatonError
-from baton.roles import Role, RoleClient
+from baton.roles import RoleClient
 from baton.server_info import InferenceLoad, PrefillLoad
+from common.role import Role
 
 HIGH, LOW = 0.8, 0.5
 """There are too few services of a kind if its mean demand is above HIGH times their number, and one too many if its

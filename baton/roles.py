@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,16 +26,12 @@ from baton.errors import (
 from baton.server_info import InferenceLoad, PrefillLoad
 from baton.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc, roles_pb2, roles_pb2_grpc
 from common.peer_text import peer_text
+from common.role import Role
 
 CALL_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0
 """How long a service may take, after its grace period, to begin in the other role and to be ready."""
 LOOK_INTERVAL_S = 0.1
-
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 _WIRE = {Role.PREFILL: roles_pb2.ROLE_PREFILL, Role.DECODE: roles_pb2.ROLE_DECODE}

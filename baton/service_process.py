@@ -17,8 +17,8 @@ from baton.errors import BatonError, LocalPairError, ServiceDied
 from baton.service_log import log_tail
 from common.host.child_process import Child
 
-Role = Literal["prefill", "decode", "gateway"]
-READY_SERVICE: dict[Role, str] = {"prefill": "baton.v1.Prefill", "decode": "baton.v1.Inference"}
+ProcessRole = Literal["prefill", "decode", "gateway"]
+READY_SERVICE: dict[ProcessRole, str] = {"prefill": "baton.v1.Prefill", "decode": "baton.v1.Inference"}
 TLS_SETTINGS = frozenset(
     f"BATON_{name}"
     for name in (
@@ -114,7 +114,7 @@ class ChildProcess:
 class ServiceProcess(ChildProcess):
     """The process of a prefill or decode service, or of the gateway."""
 
-    def __init__(self, *, role: Role, **options: Any) -> None:
+    def __init__(self, *, role: ProcessRole, **options: Any) -> None:
         super().__init__(**options)
         self.role = role
 

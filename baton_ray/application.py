@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.service_process import Role
+from baton.service_process import ProcessRole
 from baton_ray.arguments import (
     EXIT_S,
     Args,
@@ -34,7 +34,7 @@ from baton_ray.service import EXCHANGE_TIMEOUT_S, Announcement, Directory, Servi
 
 START_TIMEOUT_S = 1800.0
 """How long a service may take to load its model."""
-_SERVICES: tuple[Role, ...] = ("prefill", "decode")
+_SERVICES: tuple[ProcessRole, ...] = ("prefill", "decode")
 
 
 class DirectoryReplica:
@@ -50,7 +50,7 @@ class DirectoryReplica:
 class ServiceReplica:
     """One service. The requests and the KV of prefill and decode services come by gRPC, not through Serve."""
 
-    def __init__(self, role: Role, flags: list[str], directory: DeploymentHandle) -> None:
+    def __init__(self, role: ProcessRole, flags: list[str], directory: DeploymentHandle) -> None:
         def exchange(announcement: Announcement, wanted: str) -> Sequence[str]:
             asked = directory.exchange.remote(announcement, wanted)
             found: Sequence[str] = asked.result(timeout_s=EXCHANGE_TIMEOUT_S)
@@ -107,6 +107,6 @@ def build(args: dict[str, Any]) -> Application:
     return serve.deployment(GatewayReplica, **options).bind(flags, directory, services)
 
 
-def _service(role: Role, flags: list[str], directory: Application) -> Application:
+def _service(role: ProcessRole, flags: list[str], directory: Application) -> Application:
     options = service_options(settings_of(role, flags))
     return serve.deployment(ServiceReplica, **options).bind(role, flags, directory)

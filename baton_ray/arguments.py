@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from baton.service_process import TLS_SETTINGS, Role
+from baton.service_process import TLS_SETTINGS, ProcessRole
 from common.config.load import load_settings
 from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings, ServiceSettings
 from common.errors import ConfigError
@@ -17,7 +17,7 @@ from common.errors import ConfigError
 EXIT_S = 10.0
 """A service ends within this many seconds after its grace period."""
 HEALTH_PERIOD_S = 2.0
-_KINDS: Mapping[Role, type[ProcessSettings]] = {
+_KINDS: Mapping[ProcessRole, type[ProcessSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
     "gateway": GatewaySettings,
@@ -45,7 +45,7 @@ class Args(BaseModel):
     decode: dict[str, Any] = {}
     gateway: dict[str, Any] = {}
 
-    def flags(self, role: Role) -> list[str]:
+    def flags(self, role: ProcessRole) -> list[str]:
         """Returns the flags of one kind of service. Raises ConfigError for a key that is unknown or refused."""
         given = _by_name(self.gateway) if role == "gateway" else _by_name(self.services) | _by_name(getattr(self, role))
         for name in given:
@@ -55,7 +55,7 @@ class Args(BaseModel):
         return [_flag(name, value) for name, value in given.items() if value is not None]
 
 
-def settings_of(role: Role, flags: list[str]) -> Any:
+def settings_of(role: ProcessRole, flags: list[str]) -> Any:
     """Returns the settings that a service with these flags has in the environment of this process.
 
     Raises ConfigError, which names the key, for a setting that is wrong or may not be set.
@@ -90,7 +90,7 @@ def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in given.items()}
 
 
-def _refuse(role: Role, names: Collection[str]) -> None:
+def _refuse(role: ProcessRole, names: Collection[str]) -> None:
     for name, why in _WHY_NOT.items():
         if name in names:
             raise ConfigError(f"{role}: {name} cannot be set, because {why}")

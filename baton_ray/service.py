@@ -21,7 +21,7 @@ from baton.errors import StartTimedOut
 from baton.local_pair import MODULES
 from baton.server_info import InferenceLoad
 from baton.service_log import ServiceLog, serving_port
-from baton.service_process import Role, ServiceProcess
+from baton.service_process import ProcessRole, ServiceProcess
 from common.addresses import address_of
 from common.rpc.token_files import read_token_file
 
@@ -37,7 +37,7 @@ EXPIRY_S = 10.0
 PROBE_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
 _POLL_INTERVAL_S = 0.1
-_FINDS: Mapping[Role, Role] = {"decode": "prefill", "gateway": "decode"}
+_FINDS: Mapping[ProcessRole, ProcessRole] = {"decode": "prefill", "gateway": "decode"}
 """The kind that each kind of service calls, and the name of its setting for their addresses."""
 
 _log = structlog.get_logger(__name__)
@@ -93,7 +93,7 @@ class Service:
     def __init__(
         self,
         *,
-        role: Role,
+        role: ProcessRole,
         name: str,
         host: str,
         flags: Sequence[str],
@@ -105,7 +105,7 @@ class Service:
         exchange_interval_s: float = ANNOUNCEMENT_INTERVAL_S,
         new_process: Callable[..., ServiceProcess] = ServiceProcess,
     ) -> None:
-        self.role: Role = role
+        self.role: ProcessRole = role
         self.name = name
         self._host = host
         self._exchange = exchange
@@ -275,7 +275,7 @@ class _GatewayProbe:
         self._opener.close()
 
 
-_PROBES: Mapping[Role, Callable[[str, str | None], Probe]] = {
+_PROBES: Mapping[ProcessRole, Callable[[str, str | None], Probe]] = {
     "prefill": _PrefillProbe,
     "decode": _DecodeProbe,
     "gateway": _GatewayProbe,

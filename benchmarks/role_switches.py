@@ -28,10 +28,11 @@ from baton.client import AsyncClient, Client
 from baton.errors import BatonError
 from baton.events import Completion
 from baton.free_ports import HeldPorts
-from baton.roles import Role, RoleClient
+from baton.roles import RoleClient
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE, ServiceProcess
 from benchmarks.benchmark_run import BenchmarkRun
+from common.role import Role
 from tests.e2e.load import Workload, assert_same
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.models import save_tiny_model

@@ -34,7 +34,7 @@ from baton.client import AsyncClient
 from baton.free_ports import LOOPBACK, HeldPorts
 from baton.load_generator import Workload, run_workload
 from baton.local_pair import LocalPair
-from baton.service_process import Role, ServiceProcess
+from baton.service_process import ProcessRole, ServiceProcess
 from benchmarks.benchmark_run import BenchmarkRun
 from benchmarks.full_speed_pair import wait_full_speed
 from benchmarks.machine import save_sharded_model
@@ -44,7 +44,7 @@ MAX_PEAK = 1.2
 """The most memory that loading and packing a model may take, in sizes of its weights."""
 _POLL_S = 0.02
 _LARGE_TIMEOUT_S = 600.0
-_LARGE: Sequence[tuple[str, Role, Sequence[str]]] = (
+_LARGE: Sequence[tuple[str, ProcessRole, Sequence[str]]] = (
     ("prefill, weights seen for the first time", "prefill", ()),
     ("prefill", "prefill", ()),
     ("decode", "decode", ("--prefill-fallback",)),  # is ready without a prefill service
@@ -157,7 +157,7 @@ def measure() -> Start:
         return Start(ready_s, first_token_s, time.monotonic() - begin_s)
 
 
-def measure_large(model: Path, role: Role, arguments: Sequence[str]) -> LargeStart:
+def measure_large(model: Path, role: ProcessRole, arguments: Sequence[str]) -> LargeStart:
     """Starts one service with `model`, and measures time and memory until it is at full speed.
 
     Raises TimeoutError if it does not get there.

@@ -1,5 +1,5 @@
-"""What both engines are made of: their parts and options, the rules of phases, the outbox by which events leave, and
-the forwards of padding that compile GPU kernels before the first request.
+"""What both engines are made of: their parts and options, the command to drain, the rules of phases, the outbox by
+which events leave, and the forwards of padding that compile GPU kernels before the first request.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class EngineConfig:
     prefix_cache: bool = True
     ageing: Ageing = DEFAULT_AGEING
     debug_checks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A command: makes the engine refuse what is new, as retryable, and finish the rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from common.engine import Drain
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.sampling.params import ResolvedSampling, TokenLogprobs
@@ -65,11 +66,6 @@ class FinishAtStop:
     request_id: str
     num_output_tokens: int
     stop_string: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Makes the engine refuse new requests and finish those admitted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.engine import Drain
 from common.grammar.matcher import Matcher
 from common.wire.handoff import Frame, HandoffRow, RowFailed
 
@@ -76,11 +77,6 @@ class SegmentsReturned:
 
     call_id: str
     numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Makes the engine refuse new calls (RowFailed DRAINING, retryable) and finish the others."""
 
 
 Command = OpenCall | GiveMatcher | FailRow | CancelCallRows | CloseCall | BytesSent | SegmentsReturned | Drain

@@ -20,9 +20,10 @@ from baton.client import Client, PrefillClient, Tls
 from baton.errors import BatonError, InvalidArgument
 from baton.local_pair import LocalPair
 from baton.planner import MIN_SAMPLES, Advice, Need, advise, sample_loads
-from baton.roles import START_TIMEOUT_S, Role, RoleChange, RoleClient, RoleState
+from baton.roles import START_TIMEOUT_S, RoleChange, RoleClient, RoleState
 from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, PrefillLoad
 from baton.timeline import ServiceTimeline, record_timelines, write_trace
+from common.role import Role
 
 LOAD_TIMEOUT_S = 2.0
 VIEWER = "ui.perfetto.dev"

@@ -32,10 +32,10 @@ from common.config.settings import (
     LogFormat,
     PrefillSettings,
     ProcessSettings,
-    Role,
     ServiceSettings,
 )
 from common.errors import ConfigError
+from common.role import Role
 
 SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 AnyT = TypeVar("AnyT", bound=BaseSettings)

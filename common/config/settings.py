@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -30,6 +29,7 @@ from common.config.fields import (
     Weights,
 )
 from common.priority import DEFAULT_AGEING, WORST_PRIORITY
+from common.role import Role
 from common.rpc.grpc_options import MAX_SEGMENT_BYTES
 
 ENV_PREFIX = "BATON_"
@@ -84,13 +84,6 @@ class ProcessSettings(BaseSettings):
 
 KvTransport = Literal["auto", "grpc", "shared_memory", "nixl"]
 OutputFormatName = Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "json"]
-
-
-class Role(StrEnum):
-    """What a process is: a prefill or a decode service."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class ServiceSettings(ProcessSettings):

@@ -25,10 +25,11 @@ from prometheus_client import CollectorRegistry
 from common.checkpoints.source import check_draft, check_model
 from common.config.fast_paths import FastPath
 from common.config.load import other_settings
-from common.config.settings import Role, ServiceSettings
+from common.config.settings import ServiceSettings
 from common.errors import EngineLost, StartupError
 from common.host.cores import spin_briefly, switch_threads_early, wait_for_computing
 from common.host.memory import keep_freed_memory, return_freed_memory
+from common.role import Role
 from common.service.program import EXIT_ENGINE_LOST, run_program, termination_signals
 from common.service.roles import RoleSwitch
 from common.telemetry.logs import configure_logs, only_log_lines

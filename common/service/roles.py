@@ -10,8 +10,8 @@ from typing import Protocol
 
 import structlog
 
-from common.config.settings import Role
 from common.errors import Draining, RoleRefused
+from common.role import Role
 
 _log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from baton.v1 import roles_pb2, roles_pb2_grpc
-from common.config.settings import Role
 from common.errors import BatonError, InvalidRequest
+from common.role import Role
 from common.rpc.errors import abort_with
 from common.service.roles import Roles
 

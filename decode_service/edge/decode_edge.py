@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from queue import SimpleQueue
 
+from common.engine import Drain
 from common.errors import BatonError, Draining, EngineLost
 from common.sampling.params import TokenLogprobs
 from common.service.engine_thread import EnginePort
@@ -23,7 +24,6 @@ from decode_service.messages import (
     CancelHandoffRows,
     Command,
     DegradedChanged,
-    Drain,
     Event,
     Failed,
     Finished,

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.device.stream import NOT_YET, PieceFailed, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
-from common.engine import EngineParts, Outbox
+from common.engine import Drain, EngineParts, Outbox
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import CopyKv, KvPool
 from common.kv.pool_size import PoolSize
@@ -34,7 +34,6 @@ from decode_service.messages import (
     Abort,
     CallEnded,
     Command,
-    Drain,
     Event,
     Failed,
     FinishAtStop,

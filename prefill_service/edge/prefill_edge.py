@@ -8,12 +8,13 @@ from collections.abc import Mapping
 import grpc
 
 from baton.v1 import prefill_pb2
+from common.engine import Drain
 from common.errors import BatonError
 from common.service.engine_thread import EnginePort
 from common.service.server import ServiceServer
 from prefill_service.edge.servicer import PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
-from prefill_service.messages import Command, Drain
+from prefill_service.messages import Command
 
 PREFILL_SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 

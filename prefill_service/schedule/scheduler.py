@@ -20,7 +20,7 @@ import torch
 
 from common.device.stream import DeviceTimeout, PieceFailed, WakeUp, naming_a_lost_device
 from common.device.stream import Event as StreamEvent
-from common.engine import EngineParts, Outbox
+from common.engine import Drain, EngineParts, Outbox
 from common.errors import RowFailure
 from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize
@@ -43,7 +43,6 @@ from prefill_service.messages import (
     ChunkComputed,
     CloseCall,
     Command,
-    Drain,
     Event,
     FailRow,
     FrameReady,

@@ -44,12 +44,10 @@ REASONS = {
 WIRES = {
     "BatonError",
     "DeadlineExceeded",
-    "Drain",
     "EventKind",
     "FinishReason",
     "Finished",
     "PromptLogprobs",
-    "Role",
     "RoleState",
     "TimelineEvent",
     "Unauthenticated",

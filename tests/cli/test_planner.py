@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from baton.planner import HIGH, LOW, MIN_SAMPLES, Advice, DecodeSample, PrefillSample, advise
-from baton.roles import Role
+from common.role import Role
 
 NUM_LOOKS = 64
 Load = Callable[[int], float]

@@ -14,8 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.config.fast_paths import FastPath
-from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.kv.pool_size import PoolSize
+from common.role import Role
 from common.sampling.triton_draws import TritonDraws
 from common.service import runtime
 from common.service.process import Process

@@ -23,11 +23,12 @@ from baton_cpu.kv_copy import copy_kv
 from common.attention.torch_attention import TorchAttention
 from common.checkpoints.cache import kernels_cache_dir
 from common.config.fast_paths import FastPath
-from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
+from common.role import Role
 from common.sampling.triton_draws import TritonDraws
 from common.service import process, runtime
 from common.service.cpu_engine import CpuEngine

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from common.config.load import FIXED, SETTINGS_OF, load_settings, other_settings
-from common.config.settings import DecodeSettings, PrefillSettings, Role
+from common.config.settings import DecodeSettings, PrefillSettings
 from common.errors import ConfigError
+from common.role import Role
 
 
 @pytest.fixture

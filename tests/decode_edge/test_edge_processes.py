@@ -23,12 +23,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.v1 import inference_pb2, inference_pb2_grpc, roles_pb2, roles_pb2_grpc, timeline_pb2, timeline_pb2_grpc
-from common.config.settings import DecodeSettings, Role
+from common.config.settings import DecodeSettings
 from common.errors import BatonError, ConfigError, Draining, EngineLost, InvalidRequest, Overloaded, StartupError
 from common.grammar.grammar import Grammar
 from common.grammar.matcher import Matcher, TokenRulesMatcher
 from common.grammar.reasoning import Reasoning
 from common.host.link import Link
+from common.role import Role
 from common.rpc.grpc_options import channel_options
 from common.service.roles import RoleSwitch
 from common.telemetry.stats import Timings

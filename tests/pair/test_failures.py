@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from common.device.stream import Device
+from common.engine import Drain
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import SharedPool
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import Frame, KvSegment
-from decode_service.messages import CallEnded, Drain, Replica, ReplicasChanged
-from prefill_service import messages as prefill
+from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from tests.faults.device import FaultyDevice
 from tests.faults.injector import Injector
 from tests.faults.plan import Action, Fault, FaultPlan
@@ -267,7 +267,7 @@ def test_a_replica_that_refuses_is_asked_again_until_the_wait_is_over_however_of
     """
     clock = Clock()
     pair = make_pair(tiny_target("llama"), PairOptions(max_handoff_attempts=2), clock=clock)
-    pair.prefill.step([prefill.Drain()])
+    pair.prefill.step([Drain()])
     submit(pair, "a")
     began_s = clock.now_s
     while not pair.outcomes["a"].has_ended:

@@ -14,13 +14,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from common.config.settings import DecodeSettings, Role
+from common.config.settings import DecodeSettings
 from common.device.stream import GraphWork
 from common.draft.head import DraftHead
 from common.engine import EngineParts
 from common.errors import StartupError
 from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
+from common.role import Role
 from common.sampling.params import ResolvedSampling
 from common.service.process import Process
 from common.service.roles import RoleSwitch

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.service_process import Role
+from baton.service_process import ProcessRole
 from baton_ray.arguments import gateway_options, replica_flags, service_options, settings_of
 from common.errors import ConfigError
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_service_has_the_time_to_drain_before_serve_kills_it(role: Role) -> None:
+def test_a_service_has_the_time_to_drain_before_serve_kills_it(role: ProcessRole) -> None:
     options = service_options(settings_of(role, ["--grace-period-s=60"]))
     assert (options["name"], options["graceful_shutdown_timeout_s"]) == (role, 80.0)
 

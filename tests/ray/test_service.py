@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
 from baton.errors import BatonError, ServiceDied, StartTimedOut
-from baton.service_process import Role
+from baton.service_process import ProcessRole
 from baton.v1 import inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton_ray.service import Announcement, Exchange, Service
 from tests.client.scripted_inference import ScriptedInference, ScriptedServer
@@ -70,7 +70,7 @@ class Rig:
         self._log_dir = log_dir
 
     def service(
-        self, role: Role = "decode", *, port: int | None = None, ends_by_itself: bool = True, **options: Any
+        self, role: ProcessRole = "decode", *, port: int | None = None, ends_by_itself: bool = True, **options: Any
     ) -> Service:
         def new_process(**given: Any) -> StandIn:
             process = StandIn(**given)
@@ -189,7 +189,9 @@ class NeedsToken(grpc.ServerInterceptor):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_service_tells_its_load_to_who_has_the_first_token_of_its_file(rig: Rig, role: Role, tmp_path: Path) -> None:
+def test_a_service_tells_its_load_to_who_has_the_first_token_of_its_file(
+    rig: Rig, role: ProcessRole, tmp_path: Path
+) -> None:
     """The load of prefill is its uncomputed tokens, and that of decode the share of its rows in use."""
 
     class Prefill(prefill_pb2_grpc.PrefillServicer):

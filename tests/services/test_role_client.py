@@ -17,8 +17,9 @@ import typer
 from baton.cli.services import plan
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, FailedPrecondition, Unauthenticated, Unavailable
 from baton.planner import advise, sample_loads
-from baton.roles import Role, RoleClient, RoleState
+from baton.roles import RoleClient, RoleState
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, roles_pb2, roles_pb2_grpc
+from common.role import Role
 from tests.support.free_ports import free_ports
 
 BEFORE = RoleState(

@@ -26,14 +26,14 @@ from baton.cli.services import plan, role
 from baton.client import AsyncClient, PrefillClient
 from baton.errors import FailedPrecondition, Unauthenticated
 from baton.planner import sample_loads
-from baton.roles import Role as ClientRole
 from baton.roles import RoleClient, RoleState
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from baton.v1 import roles_pb2, roles_pb2_grpc
-from common.config.settings import DecodeSettings, PrefillSettings, Role, ServiceSettings
+from common.config.settings import DecodeSettings, PrefillSettings, ServiceSettings
 from common.errors import Draining, EngineLost, PrefillUnavailable, RoleRefused, StartupError
 from common.kv.pool import KvPool
+from common.role import Role
 from common.service.process import Process, RolePart, Serve, serve_roles
 from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime, open_runtime
@@ -281,7 +281,7 @@ async def both_here(
     }
     serving = asyncio.create_task(serve_roles(parts, runtime, RoleMetrics(CollectorRegistry()), instance_id="first"))
     try:
-        await settles(address, ClientRole.PREFILL, serving)
+        await settles(address, Role.PREFILL, serving)
         yield address
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -290,7 +290,7 @@ async def both_here(
         runtime.close()
 
 
-async def settles(address: str, role: ClientRole, serving: asyncio.Task[None]) -> None:
+async def settles(address: str, role: Role, serving: asyncio.Task[None]) -> None:
     """Waits until the process is ready in `role`."""
 
     def is_settled(state: RoleState) -> bool:
@@ -342,10 +342,10 @@ async def test_a_role_is_switched_back_and_forth_under_load_and_no_request_notic
         async with AsyncClient(f"{pair.decode.address},{both}", resume=True) as client:
             asking = [asyncio.create_task(ask(client, number)) for number in range(len(prompts))]
             with RoleClient(both) as roles:
-                for wanted in (ClientRole.DECODE, ClientRole.PREFILL, ClientRole.DECODE, ClientRole.PREFILL):
+                for wanted in (Role.DECODE, Role.PREFILL, Role.DECODE, Role.PREFILL):
                     change = await asyncio.to_thread(roles.change, wanted)
                     assert change.after.role is wanted and change.seconds > 0
-                again = await asyncio.to_thread(roles.change, ClientRole.PREFILL)
+                again = await asyncio.to_thread(roles.change, Role.PREFILL)
                 assert again.seconds == 0 and again.after.num_orders == 4
             done.set()
             assert all(await asyncio.gather(*asking))
@@ -362,10 +362,10 @@ async def test_a_role_that_cannot_listen_leaves_nothing_behind_and_the_role_befo
             with RoleClient(both) as roles:
                 for _ in range(5):
                     with pytest.raises(FailedPrecondition, match="listen: cannot listen"):
-                        await asyncio.to_thread(roles.change, ClientRole.DECODE)
+                        await asyncio.to_thread(roles.change, Role.DECODE)
                 state = await asyncio.to_thread(roles.state)
             assert pools() <= num_before + 1 and engine_threads() - engines_before == Counter(["prefill-engine"])
-            assert state.role is ClientRole.PREFILL and state.num_orders == 5
+            assert state.role is Role.PREFILL and state.num_orders == 5
 
 
 async def test_a_handoff_to_a_process_that_is_a_decode_service_by_now_is_tried_elsewhere(
@@ -396,20 +396,20 @@ async def test_the_roles_service_refuses_what_it_does_not_know_and_asks_for_the_
 
         def ask() -> None:
             with RoleClient(pair.prefill.address) as stranger, pytest.raises(Unauthenticated):
-                stranger.order(ClientRole.DECODE)
+                stranger.order(Role.DECODE)
             with RoleClient(pair.prefill.address, token="a-secret-of-these-tests") as a_client:
-                assert a_client.state().roles == (ClientRole.PREFILL,)
+                assert a_client.state().roles == (Role.PREFILL,)
                 with pytest.raises(Unauthenticated):
-                    a_client.order(ClientRole.DECODE)
+                    a_client.order(Role.DECODE)
             with (
                 PrefillClient(pair.prefill.address, token="only-for-operators") as operator,
                 pytest.raises(Unauthenticated),
             ):
                 operator.load()
             with RoleClient(pair.prefill.address, token="only-for-operators") as client:
-                assert client.state().roles == (ClientRole.PREFILL,)
+                assert client.state().roles == (Role.PREFILL,)
                 with pytest.raises(FailedPrecondition, match="other_role: is not set") as refused:
-                    client.change(ClientRole.DECODE)
+                    client.change(Role.DECODE)
                 assert refused.value.field == "other_role" and refused.value.reason == "ROLE_REFUSED"
             with grpc.insecure_channel(pair.decode.address) as channel:
                 stub: Any = roles_pb2_grpc.RolesStub(channel)
@@ -471,11 +471,11 @@ async def test_ranks_stay_and_let_go_of_the_pool_of_the_role_before(tiny_model_d
         (rank,) = [each for each in psutil.Process().children() if "common.ranks.follower" in each.cmdline()]
         with RoleClient(address) as roles:
             for _ in range(2):
-                await asyncio.to_thread(roles.change, ClientRole.DECODE)
+                await asyncio.to_thread(roles.change, Role.DECODE)
                 async with AsyncClient(address) as client:
                     served = await client.complete(token_ids=[10, 20, 30], max_tokens=8, temperature=0.0)
                 seen.append((served.token_ids, rank.pid, shared_files_of(rank.pid)))
-                await asyncio.to_thread(roles.change, ClientRole.PREFILL)
+                await asyncio.to_thread(roles.change, Role.PREFILL)
     assert rank.pid == seen[0][1] and seen[0] == seen[1]
 
 
@@ -496,7 +496,7 @@ async def test_edges_in_processes_begin_and_end_with_the_role(
     async with both_here(model, decode={"edge_processes": 2}) as address:
         with RoleClient(address) as roles:
             for _ in range(2):
-                await asyncio.to_thread(roles.change, ClientRole.DECODE)
+                await asyncio.to_thread(roles.change, Role.DECODE)
                 assert len(edges()) == 2
                 async with AsyncExitStack() as stack:
                     clients = [await stack.enter_async_context(AsyncClient(address)) for _ in range(8)]
@@ -504,7 +504,7 @@ async def test_edges_in_processes_begin_and_end_with_the_role(
                     health = [await client.health(READY_SERVICE["decode"]) for client in clients]
                 assert {each.token_ids for each in served} == {expected.token_ids}
                 assert {*health} == {HealthStatus.SERVING}
-                await asyncio.to_thread(roles.change, ClientRole.PREFILL)
+                await asyncio.to_thread(roles.change, Role.PREFILL)
                 assert not edges()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import decode_service.messages as decode
+from common.engine import Drain
 from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
 from common.kv.shared_kv import PoolTicket, SharedKv
 from common.sampling.params import ResolvedSampling, TokenLogprobs
@@ -38,7 +39,7 @@ SAMPLES: tuple[object, ...] = (
     decode.Submit("id", (1, 2), 2, SAMPLING, choice_index=3, cache_salt="tenant"),
     decode.Abort("id"),
     decode.FinishAtStop("id", 3, "stop"),
-    decode.Drain(),
+    Drain(),
     decode.ReplicasChanged(
         (decode.Replica("a:1", True, 3), decode.Replica("b:1", False, error=FingerprintMismatch("algorithm", "a", "b")))
     ),

@@ -9,9 +9,9 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from common.config.settings import Role
 from common.errors import BatonError
 from common.grammar.matcher import Mask, Matcher
+from common.role import Role
 from common.sampling.params import ResolvedSampling
 from common.service.roles import RoleState
 from common.telemetry.stats import EngineLoad

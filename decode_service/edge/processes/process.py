@@ -23,11 +23,11 @@ import structlog
 from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
-from common.config.settings import Role
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.host.descriptors import raise_descriptor_limit
 from common.host.link import Link
+from common.role import Role
 from common.rpc.aio import run
 from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EnginePort
