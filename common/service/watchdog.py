@@ -28,7 +28,8 @@ UNREADY_AFTER_S = 3.5
 With one poll of the watchdog and one of readiness, 0.1 s each, health reports it within 5 s.
 """
 LOOK_INTERVAL_S = 0.1
-_LONGEST_LOOK_S = 1.0
+LONGEST_LOOK_S = 1.0
+"""The most seconds that a look counts. So nobody is taken for lost when the process or its machine was suspended."""
 
 _log = structlog.get_logger(__name__)
 
@@ -74,8 +75,8 @@ class _Sign:
 class Watchdog:
     """Watches an engine's step and streams for progress. Use it from the event loop only.
 
-    Each poll adds at most one second to the time for which a part counts as stalled. So an engine is not taken for lost
-    when the process or its machine was suspended. An engine that is lost stays lost, whatever it does later.
+    Each poll adds at most LONGEST_LOOK_S to the time for which a part counts as stalled. An engine that is lost stays
+    lost, whatever it does later.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Watchdog:
         if self._lost is not None:
             return
         now_s = self._clock()
-        passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
+        passed_s, self._looked_s = min(now_s - self._looked_s, LONGEST_LOOK_S), now_s
         streams = self._device.progress()
         for sign in self._signs(streams):
             if sign.is_busy and self._marks.get(sign.part) == sign.mark:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from common.service.watchdog import LONGEST_LOOK_S
+
 SAYS_EVERY_S = 1.0
 """Either side says something at least this often."""
 
-_LONGEST_LOOK_S = 1.0
 _LEAST_LIMIT_S = 4 * SAYS_EVERY_S
 
 
@@ -16,7 +17,7 @@ class Silence:
     """The time since the other side was heard, in seconds. It begins at -`patience_s`, so that the other side has more
     time until it is heard first.
 
-    Each look adds at most one second. So nobody is taken for lost when the machine was suspended.
+    Each look adds at most LONGEST_LOOK_S.
     """
 
     def __init__(self, *, patience_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +31,7 @@ class Silence:
     def look(self) -> float:
         """Returns the time of silence. Call it often."""
         now_s = self._clock()
-        self._silent_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        self._silent_s += min(now_s - self._looked_s, LONGEST_LOOK_S)
         self._looked_s = now_s
         return self._silent_s
 
