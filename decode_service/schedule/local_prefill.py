@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common.device.stream import PieceFailed, Stream
+from common.device.stream import Stream, wait_in_order
 from common.engine import EngineParts
 from common.errors import error_for_row_failure
 from common.grammar.matcher import Matcher
@@ -148,16 +148,10 @@ class LocalPrefill:
     def await_chunks(self, timeout_s: float) -> None:
         """Waits until the chunks in flight have ended. The engine calls it when it has nothing else to do.
 
-        Raises the errors of `Event.synchronize`, but not the failure of the chunks' own forward, which `collect`
-        reports.
+        Raises the errors of `wait_in_order`. `collect` reports the failure of the chunks' own forward.
         """
-        if self._in_flight is None:
-            return
-        try:
-            self._in_flight.end.synchronize(timeout_s)
-        except PieceFailed as failure:
-            if failure.is_of_device:
-                raise
+        if self._in_flight is not None:
+            wait_in_order(self._in_flight.end, timeout_s)
 
     def collect(self) -> Collected:
         """Returns the outcome of the chunks that have ended since the last call. Raises the error of a failed device or
