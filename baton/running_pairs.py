@@ -19,6 +19,7 @@ from typing import NamedTuple
 import platformdirs
 
 from baton.errors import Unavailable
+from common.host.replaced_file import replaced
 
 _SUFFIX = ".pair.json"
 _CHOOSING = "choosing.lock"
@@ -50,13 +51,11 @@ def announced(decode_addresses: Sequence[str], ports: Sequence[int] = ()) -> Ite
         with suppress(OSError):
             directory = _made_directory()
             path = directory / f"{os.getpid()}{_SUFFIX}"
-            # Written under another name and renamed, so that readers find the file only locked and complete.
-            draft = path.with_suffix(".new")
-            file = stack.enter_context(draft.open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            json.dump({"decode": list(decode_addresses), "ports": list(ports)}, file)
-            file.flush()
-            os.replace(draft, path)
+            with replaced(path) as draft:  # readers find the file only locked and complete
+                file = stack.enter_context(draft.open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                json.dump({"decode": list(decode_addresses), "ports": list(ports)}, file)
+                file.flush()
             stack.callback(path.unlink, missing_ok=True)
         yield
 

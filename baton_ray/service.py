@@ -4,7 +4,6 @@ others listen.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import urllib.request
@@ -23,6 +22,7 @@ from baton.server_info import InferenceLoad
 from baton.service_log import ServiceLog, serving_port
 from baton.service_process import ProcessRole, ServiceProcess
 from common.addresses import address_of
+from common.host.replaced_file import replaced
 from common.rpc.token_files import read_token_file
 
 ANNOUNCEMENT_INTERVAL_S = 1.0
@@ -213,9 +213,8 @@ class Service:
         """Announces the service, and writes the addresses of those it calls to its file."""
         found = tuple(self._exchange(Announcement(self.role, self.name, self._address), self._wanted or ""))
         if found and found != self._listed:  # a directory that has just started lists nobody yet
-            new = self._found.with_suffix(".new")
-            new.write_text("".join(f"{address}\n" for address in found))
-            os.replace(new, self._found)
+            with replaced(self._found) as new:
+                new.write_text("".join(f"{address}\n" for address in found))
             self._listed = found
 
 

@@ -6,7 +6,6 @@ rate does not depend on the length of the run, so a run of another length may co
 
 from __future__ import annotations
 
-import os
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
+from common.host.replaced_file import replaced
 from training.config import Schedule
 
 LAST, STABLE = "last.pt", "stable.pt"
@@ -52,18 +52,15 @@ class RunCheckpoint:
 
 def save(path: Path, checkpoint: RunCheckpoint) -> None:
     """Saves a checkpoint. The file is replaced as a whole, so it is never incomplete."""
-    unfinished = path.with_suffix(".new")
-    torch.save(
-        {
-            "identity": checkpoint.identity,
-            "schedule": _fields(checkpoint.schedule),
-            "state": _fields(checkpoint.state),
-            "head": checkpoint.head,
-            "optimizers": checkpoint.optimizers,
-        },
-        unfinished,
-    )
-    os.replace(unfinished, path)
+    stored = {
+        "identity": checkpoint.identity,
+        "schedule": _fields(checkpoint.schedule),
+        "state": _fields(checkpoint.state),
+        "head": checkpoint.head,
+        "optimizers": checkpoint.optimizers,
+    }
+    with replaced(path) as unfinished:
+        torch.save(stored, unfinished)
 
 
 def find(directory: Path, identity: dict[str, Any], schedule: Schedule) -> RunCheckpoint | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.host.replaced_file import replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,8 @@ class EvaluationCurve:
         draw(self.evaluations, self._picture)
 
     def _write(self) -> None:
-        unfinished = self._file.with_suffix(".new")
-        unfinished.write_text("".join(json.dumps(dataclasses.asdict(each)) + "\n" for each in self.evaluations))
-        os.replace(unfinished, self._file)
+        with replaced(self._file) as unfinished:
+            unfinished.write_text("".join(json.dumps(dataclasses.asdict(each)) + "\n" for each in self.evaluations))
 
 
 def _parse(line: str) -> Evaluation:
@@ -99,6 +98,5 @@ def draw(evaluations: list[Evaluation], path: Path) -> None:
         axes.set_ylim(bottom=0)
     panels[2].set_title(f"held-out acceptance (tau {evaluations[-1].tau:.2f})")
     panels[0].legend()
-    unfinished = path.with_suffix(".new")
-    figure.savefig(unfinished, format="png", dpi=100)
-    os.replace(unfinished, path)
+    with replaced(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=100)

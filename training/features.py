@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.host.replaced_file import replaced
 from training.data import Conversations, Ints
 from training.progress import ConsoleProgress
 from training.target import FrozenTarget
@@ -74,9 +74,8 @@ def mark_complete(directory: Path, key: FeaturesKey) -> None:
     wrong.
     """
     _check_sizes(directory, key)
-    unfinished = directory / f"{_MARKER}.new"
-    unfinished.write_text(json.dumps(key.as_json(), indent=2))
-    os.replace(unfinished, directory / _MARKER)
+    with replaced(directory / _MARKER) as unfinished:
+        unfinished.write_text(json.dumps(key.as_json(), indent=2))
 
 
 def is_complete(directory: Path, key: FeaturesKey) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from baton.client import AsyncClient
 from baton.events import FinishReason
 from common.errors import ConfigError
+from common.host.replaced_file import replaced
 from common.text.chat_messages import ChatMessage
 from common.text.tokenizer import PromptEncoder, TextTokenizer
 from training.data import load_conversations
@@ -305,8 +305,7 @@ def _check_options(path: Path, arrays: Mapping[str, NDArray[Any]], options: dict
 def _write(path: Path, made: list[Conversation], vocab_size: int, options: dict[str, Any]) -> None:
     """Writes the conversations to the file, which is replaced as a whole."""
     tokens = [each.prompt + each.answer for each in made]
-    unfinished = path.with_name(f"{path.name}.new")
-    with unfinished.open("wb") as file:
+    with replaced(path) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(
             file,
             tokens=np.concatenate(tokens).astype(np.uint16 if vocab_size <= 2**16 else np.int32),
@@ -315,4 +314,3 @@ def _write(path: Path, made: list[Conversation], vocab_size: int, options: dict[
             temperature=np.array([each.temperature for each in made], dtype=np.float32),
             options=np.array(json.dumps(options)),
         )
-    os.replace(unfinished, path)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from common.draft.formats import read_spec
 from common.draft.spec import Eagle3Spec
 from common.errors import ConfigError, UnsupportedModel
+from common.host.replaced_file import replaced
 from training.head import TrainableHead
 from training.vocabulary import UNKNOWN, DraftVocabulary
 
@@ -92,14 +92,13 @@ def export_head(directory: Path, config: dict[str, Any], head: TrainableHead, vo
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in head.state_dict().items()}
-    weights = directory / "model.safetensors.new"
-    save_file({**tensors, **vocabulary.tensors()}, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors makes the file readable for its owner only
-    os.replace(weights, directory / "model.safetensors")
-    text = directory / "config.json.new"
-    text.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(text, directory / "config.json")
-    return (directory / "model.safetensors").stat().st_size
+    file = directory / "model.safetensors"
+    with replaced(file) as weights:
+        save_file({**tensors, **vocabulary.tensors()}, weights, metadata={"format": "pt"})
+        weights.chmod(0o644)  # safetensors makes the file readable for its owner only
+    with replaced(directory / "config.json") as text:
+        text.write_text(json.dumps(config, indent=2) + "\n")
+    return file.stat().st_size
 
 
 @dataclass(frozen=True, slots=True)

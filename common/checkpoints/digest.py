@@ -203,6 +203,7 @@ def _write_cache(file: Path, cache: dict[str, Any]) -> None:
     """Writes the cache, and ignores failure, which costs only time at the next start."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Services that start together write at the same time, so each has a new file of its own.
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             json.dump(cache, new)
         os.replace(new.name, file)
