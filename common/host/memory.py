@@ -1,4 +1,4 @@
-"""Host memory: measures how much is still available, and makes the process keep or return the memory that it frees.
+"""Host memory: measures and limits how much there is to use, and makes the process keep or return what it frees.
 
 Linux lets a process allocate more memory than there is, and kills it when it uses too much. So code that needs much
 memory checks first.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import resource
 import sys
 from pathlib import Path
 
@@ -42,6 +43,22 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     for group in groups_of("memory", root):
         rooms += _rooms(group)
     return max(0, min(rooms)) if rooms else None
+
+
+def own_bytes() -> tuple[int, int]:
+    """Returns how many bytes this process has mapped, and how many of them it has in physical memory."""
+    mapped, resident, *_ = Path("/proc/self/statm").read_text().split()
+    return int(mapped) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def limit_own_memory(num_bytes: int) -> None:
+    """Lets this process map at most `num_bytes` more than it has mapped already.
+
+    What is mapped already is not limited, because its size depends on the system: locale files alone may take some
+    hundred MiB.
+    """
+    mapped, _ = own_bytes()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + num_bytes,) * 2)
 
 
 def _rooms(group: ControlGroup) -> list[int]:

@@ -15,10 +15,10 @@ import os
 import resource
 import signal
 import sys
-from pathlib import Path
 
 from common.host.answering import DONE, FAILED, Asker
 from common.host.cores import leave_service
+from common.host.memory import limit_own_memory
 from common.peer_text import peer_text
 from common.text.chat_messages import chat_from_json
 from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
@@ -45,7 +45,7 @@ def main() -> None:
                 asked = json.loads(command)
                 if template is None:
                     max_chars = asked.pop("max_chars")
-                    _bound_memory(asked.pop("memory_bytes"))
+                    limit_own_memory(asked.pop("memory_bytes"))
                     render_cpu_s = asked.pop("cpu_s")
                     template = ChatTemplate(**asked)
                     cpu_s = render_cpu_s
@@ -73,16 +73,6 @@ def main() -> None:
 
 def _refusal(error: ChatRefused) -> bytes:
     return json.dumps([error.field, peer_text(error.reason)]).encode()
-
-
-def _bound_memory(num_bytes: int) -> None:
-    """Lets this process map at most `num_bytes` more than it has mapped already.
-
-    What is mapped already is not limited, because its size depends on the system: locale files alone may take some
-    hundred MiB.
-    """
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (num_pages * resource.getpagesize() + num_bytes,) * 2)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from common.grammar.grammar import Grammar, GrammarKind
 from common.host.answering import DONE, FAILED, Asker
+from common.host.memory import limit_own_memory, own_bytes
 from common.peer_text import peer_text
 from common.text.grammars import GrammarRefused, Grammars
 
@@ -119,8 +119,7 @@ def _try(grammars: Grammars, grammar: Grammar, limits: Limits, writing: int) -> 
             signal.signal(number, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
         signal.setitimer(signal.ITIMER_REAL, limits.timeout_s)
-        most = _num_pages(0) * resource.getpagesize() + limits.memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit_own_memory(limits.memory_bytes)
         threading.stack_size(limits.stack_bytes)
         thread = threading.Thread(target=lambda: answers.append(_answer(grammars, grammar)))
         thread.start()
@@ -132,19 +131,14 @@ def _try(grammars: Grammars, grammar: Grammar, limits: Limits, writing: int) -> 
 
 
 def _answer(grammars: Grammars, grammar: Grammar) -> bytes:
-    resident = _num_pages(1)
+    _, resident = own_bytes()
     try:
         grammars.matcher(grammar)
     except GrammarRefused as error:
         return bytes([FAILED]) + peer_text(str(error)).encode()
     except MemoryError:
         return bytes([FAILED]) + _TOO_LARGE.encode()
-    return bytes([DONE]) + str((_num_pages(1) - resident) * resource.getpagesize()).encode()
-
-
-def _num_pages(column: int) -> int:
-    """Returns the number of pages that this process has mapped (column 0), or has in physical memory (column 1)."""
-    return int(Path("/proc/self/statm").read_text().split()[column])
+    return bytes([DONE]) + str(own_bytes()[1] - resident).encode()
 
 
 if __name__ == "__main__":
