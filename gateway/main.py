@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from baton import AsyncClient, Tls
 from baton.errors import InvalidArgument, Unavailable
-from common.addresses import is_loopback, why_not_listen
+from common.addresses import host_and_port, is_loopback, why_not_listen
 from common.config.settings import GatewaySettings
 from common.errors import ConfigError, StartupError
 from common.host.descriptors import MAX_CONNECTIONS, max_connections
@@ -209,13 +209,12 @@ def _status_collector(settings: GatewaySettings) -> StatusCollector | None:
 
 
 def _listen(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = host_and_port(address)
     try:
-        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         both = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            (host, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=both and family is socket.AF_INET6
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both and family is socket.AF_INET6
         )
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"listen: cannot listen on {address}: {why_not_listen(address) or error}") from error
