@@ -34,10 +34,7 @@ class KvSender:
     nothing. A part is KV of one prompt that goes into one segment. Only the engine thread calls this class, and nothing
     here blocks.
 
-    Bytes that are copied out, and that gRPC has not taken yet, stay within `budget_bytes`, except that each call may
-    always have one segment. So a stalled receiver cannot keep the others from sending. While several calls have parts
-    queued or bytes that gRPC has not taken, each takes at most a quarter of the budget. Log-probabilities of prompts
-    take budget too, also in calls whose KV is lent.
+    Copies take a CopyingSender's budget. Log-probabilities of prompts take it too, also in calls whose KV is lent.
     """
 
     def __init__(
