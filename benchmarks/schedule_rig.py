@@ -63,7 +63,6 @@ from decode_service.messages import (
 )
 from decode_service.schedule import scheduler
 from decode_service.schedule.config import DecodeConfig
-from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import SpecInfo
 from tests.decode_edge.tokenizers_for_tests import byte_level
 
@@ -334,17 +333,17 @@ class ScheduleRig:
             )
             draft = SimpleNamespace(layer_group=groups[1]) if spec_info.has_drafts else None
             max_kv_tokens = self._num_cached_tokens or self._num_rows * CONTEXT_TOKENS + CONTEXT_TOKENS
+            config = DecodeConfig(spec_info=spec_info)
             return scheduler.DecodeEngine(
-                DecodeConfig(spec_info=spec_info),
+                config,
                 PoolSize(
                     max_rows=self._num_rows,
                     max_kv_tokens=max_kv_tokens,
                     max_window_tokens=max_kv_tokens,
-                    max_context_tokens=CONTEXT_TOKENS,
+                    max_context_tokens=min(CONTEXT_TOKENS, max_kv_tokens - config.tokens_ahead),
                     decided_by="the benchmark",
                 ),
                 EngineParts(model=cast(TargetModel, model), draft=cast(DraftHead | None, draft), device=self._device),
-                depth=depth_of(spec_info, adapts=False),
                 drafter=NoDrafter(),
                 on_step=on_step,
             )

@@ -56,7 +56,7 @@ from decode_service.messages import Command
 from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine, Deliver
 from decode_service.schedule.waiting_queue import OTHERS
-from decode_service.speculate.depth import depth_of
+from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
 from decode_service.speculate.spec_info import MAX_UNREAD, NO_DRAFTS, SpecInfo, num_drafted
 
 _EDGE_BYTES = 1 << 29
@@ -248,6 +248,8 @@ def engine_config(settings: DecodeSettings, draft: DraftHead | None) -> DecodeCo
     return replace(
         config_of(DecodeConfig, settings),
         spec_info=NO_DRAFTS if draft is None else speculation_of(settings, draft),
+        new_depth=AdaptiveDepth if settings.adaptive_depth and draft is not None else FixedDepth,
+        least_chunk_tokens=1 if draft is None else draft.layer_group.num_layers,
         local_prefill_tokens=settings.max_short_prompt,
         replays_forwards=settings.uses(FastPath.CUDA_GRAPHS),
         client_weights=client_weights(settings),
@@ -263,14 +265,12 @@ def new_engine(
     on_step: OnStep,
     deliver: Deliver | None = None,
 ) -> DecodeEngine:
-    spec_info = within_rows(config.spec_info, size.max_rows)
     try:
         with room_beside_pool():
             return DecodeEngine(
-                config,
+                replace(config, spec_info=within_rows(config.spec_info, size.max_rows)),
                 size,
                 process.runtime.parts,
-                depth=depth_of(spec_info, adapts=settings.adaptive_depth),
                 copy_kv=_copy_kv(settings, process.runtime),
                 on_step=on_step,
                 deliver=deliver,
@@ -294,14 +294,13 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, config: Decod
     head has not read, received segments, and edge processes.
     """
     model, draft = runtime.model, runtime.draft
-    levels = depth_of(config.spec_info, adapts=settings.adaptive_depth).levels
     state_bytes = 0 if draft is None else draft.capture.num_states * model.hidden_size * model.dtype.itemsize
     records = config.replays_forwards and runtime.device.graphs is not None
     edge_bytes = settings.edge_processes * _EDGE_BYTES if model.torch_device.type == "cpu" else 0
 
     def step(num_rows: int) -> StepMemory:
-        num_tokens = max(num_rows * max(level.num_verify_tokens for level in levels), config.max_chunk_tokens)
-        recorded = recorded_bytes(num_rows, levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
+        num_tokens = max(num_rows * config.spec_info.num_verify_tokens, config.max_chunk_tokens)
+        recorded = recorded_bytes(num_rows, config.levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
         unread = 0 if draft is None else max(_MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
         return StepMemory(
             num_tokens=num_tokens,

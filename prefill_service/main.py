@@ -62,7 +62,9 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
     runtime = process.runtime
     check_chunks(settings, runtime.draft)
     config = engine_config(settings)
-    size = runtime.size_pool(settings, memory_beside_pool(settings, runtime), num_in_flight=config.tokens_in_flight)
+    size = runtime.size_pool(
+        settings, memory_beside_pool(settings, runtime, config), num_in_flight=config.tokens_in_flight
+    )
     async with AsyncExitStack() as outlives_the_engine:
         lent = await LentMemory.opened(
             settings.kv_transport,
@@ -164,19 +166,21 @@ def new_engine(
         )
 
 
-def memory_beside_pool(settings: PrefillSettings, runtime: Runtime) -> MemoryBeside:
+def memory_beside_pool(settings: PrefillSettings, runtime: Runtime, config: PrefillConfig) -> MemoryBeside:
     """Returns the memory that must stay free beside the KV pool, as a function of the number of rows.
 
-    Two forwards may be in flight. The memory is for the activations of one, for the hidden states that a draft head
-    needs from both, and for segments that wait to be sent.
+    The memory is for the activations of one forward, for the hidden states that a draft head needs from all forwards
+    in flight, and for segments that wait to be sent.
     """
-    model, num_tokens = runtime.model, settings.most_batch_tokens
+    model, num_tokens = runtime.model, config.max_batch_tokens
     num_states = 0 if runtime.draft is None else runtime.draft.capture.num_states
     captured_bytes = num_states * model.hidden_size * model.dtype.itemsize
 
     def step(num_rows: int) -> StepMemory:
         return StepMemory(
-            num_tokens=num_tokens, num_logits=min(num_rows, num_tokens), kept_bytes=2 * num_tokens * captured_bytes
+            num_tokens=num_tokens,
+            num_logits=min(num_rows, num_tokens),
+            kept_bytes=config.max_in_flight * num_tokens * captured_bytes,
         )
 
     return memory_beside(runtime, step, staged_bytes=settings.send_budget_bytes)

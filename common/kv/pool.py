@@ -180,6 +180,7 @@ class KvPool:
         memory: SharedPool | None = None,
         prefixes: PrefixTree | None = None,
     ) -> None:
+        assert max_tokens_per_row <= max_kv_tokens, "the longest row fits the pool"
         target, *others = groups
         groups = [target, *(layers.group for layers in windows), *others]
         self.groups = {group.name: group for group in groups}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.engine import EngineConfig
+from decode_service.speculate.depth import Depth, FixedDepth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 
 
@@ -13,11 +14,13 @@ from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 class DecodeConfig(EngineConfig):
     """The options of the decode engine.
 
-    `spec_info` is the deepest speculation of a step. With `prefix_routing` the choice of a prefill service weighs what
-    it has cached against its load. The engine itself computes a prompt, between its steps, if at most
-    `local_prefill_tokens` tokens are left of it and of the other short prompts here together; 0 switches that off. With
-    `prefill_fallback` it computes prompts of any length while no prefill replica is ready. With `replays_forwards` the
-    steps' forwards are recorded as graphs when the engine is created, if the device can record them.
+    `spec_info` is the deepest speculation of a step, and `new_depth` makes the policy that decides how deep each step
+    drafts. A chunk of a prompt has room for `least_chunk_tokens`, one for each layer of the draft head. With
+    `prefix_routing` the choice of a prefill service weighs what it has cached against its load. The engine itself
+    computes a prompt, between its steps, if at most `local_prefill_tokens` tokens are left of it and of the other short
+    prompts here together; 0 switches that off. With `prefill_fallback` it computes prompts of any length while no
+    prefill replica is ready. With `replays_forwards` the steps' forwards are recorded as graphs when the engine is
+    created, if the device can record them.
 
     A request fails after `max_handoff_attempts` consecutive lost handoffs, or, without `prefill_fallback`, if no
     replica takes it for `prefill_timeout_s`. Waiting makes no request's priority better than `best_priority`. Clients
@@ -26,6 +29,8 @@ class DecodeConfig(EngineConfig):
     """
 
     spec_info: SpecInfo = NO_DRAFTS
+    new_depth: Callable[[SpecInfo], Depth] = FixedDepth
+    least_chunk_tokens: int = 1
     prefix_routing: bool = True
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
@@ -53,8 +58,14 @@ class DecodeConfig(EngineConfig):
 
     @property
     def max_chunk_tokens(self) -> int:
-        """The most prompt tokens that one forward computes; 0 if prompts are never computed here."""
-        return max(self.local_prefill_tokens, self.fallback_chunk_tokens if self.prefill_fallback else 0)
+        """The most prompt tokens that one forward computes here."""
+        fallback_tokens = self.fallback_chunk_tokens if self.prefill_fallback else 0
+        return max(self.local_prefill_tokens, fallback_tokens, self.least_chunk_tokens)
+
+    @property
+    def levels(self) -> Sequence[SpecInfo]:
+        """The speculation of each depth that a step may have, the deepest last."""
+        return self.new_depth(self.spec_info).levels
 
     @property
     def num_step_slots(self) -> int:

@@ -188,7 +188,7 @@ class HandoffPolicy:
 
     def _max_short_tokens(self, now_s: float) -> int:
         """Returns the most tokens that all short prompts computed here may have left, together."""
-        return self._local.max_chunk_tokens if self.is_degraded(now_s) else self._config.local_prefill_tokens
+        return self._config.max_chunk_tokens if self.is_degraded(now_s) else self._config.local_prefill_tokens
 
     def _may_start_later(self, now_s: float) -> bool:
         """Returns whether a request later in turn may start although no replica takes an earlier one, because the later

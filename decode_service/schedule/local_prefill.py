@@ -75,7 +75,7 @@ class LocalPrefill:
     """Computes prompts on the decode service's forward stream. Only the engine thread calls it. `await_chunks` is the
     only method that waits for a forward.
 
-    One forward of chunks is in flight at a time, of at most `max_chunk_tokens` tokens. So between two of its tokens a
+    One forward of chunks is in flight at a time, of at most `chunk_tokens` tokens. So between two of its tokens a
     running row waits for at most one such forward. Prompts take turns: a prompt with a chunk in the forward goes to the
     end of the line. So a short prompt does not wait for a long one's end.
     """
@@ -88,12 +88,12 @@ class LocalPrefill:
         pool: KvPool,
         sampling_state: SamplingState,
         stream: Stream,
-        max_chunk_tokens: int,
+        chunk_tokens: int,
     ) -> None:
         """Creates it without prompts. `stream` is the forward stream of the decode steps, and `draft_topk` the number
         of first drafts in a draft seed.
         """
-        self.max_chunk_tokens = max(max_chunk_tokens, parts.num_draft_layers, 1)
+        self._chunk_tokens = chunk_tokens
         self._chunks = PromptChunks[LocalPrompt](
             parts,
             name="local prefill",
@@ -101,8 +101,8 @@ class LocalPrefill:
             sampling_state=sampling_state,
             stream=stream,
             draft_topk=draft_topk,
-            chunk_tokens=self.max_chunk_tokens,
-            max_batch_tokens=self.max_chunk_tokens,
+            chunk_tokens=chunk_tokens,
+            max_batch_tokens=chunk_tokens,
         )
         self._prompts: dict[Request, LocalPrompt] = {}
         self._in_flight: ChunksInFlight[LocalPrompt] | None = None
@@ -126,7 +126,7 @@ class LocalPrefill:
         assert req.lease is not None
         token_ids = np.array(req.token_ids, np.int64)
         num_cached = req.lease.num_cached
-        is_long = len(token_ids) - num_cached + self.num_short_left > self.max_chunk_tokens
+        is_long = len(token_ids) - num_cached + self.num_short_left > self._chunk_tokens
         self._prompts[req] = LocalPrompt(req, token_ids, req.lease, req.attempt_sampling, num_cached, is_long)
 
     def forget(self, req: Request) -> None:

@@ -62,7 +62,6 @@ from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
 from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.schedule.waiting_queue import Shares, WaitingQueue
-from decode_service.speculate.depth import Depth
 
 _STEP_TIMEOUT_S = 300.0
 
@@ -72,10 +71,9 @@ Deliver = Callable[[Sequence[Event]], None]
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
-    `depth` decides how deep each step drafts, up to `config.spec_info`. `drafter` proposes the drafts; None is the
-    model's draft head, if `parts` has one. Together, at most `size.max_rows` rows are reserved, receive KV or run.
-    Figures and time-outs use `clock` (monotonic seconds). `deliver` gets events when the engine is about to wait or
-    ends; without `deliver`, `step` returns them.
+    `drafter` proposes the drafts; None is the model's draft head, if `parts` has one. Together, at most `size.max_rows`
+    rows are reserved, receive KV or run. Figures and time-outs use `clock` (monotonic seconds). `deliver` gets events
+    when the engine is about to wait or ends; without `deliver`, `step` returns them.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class DecodeEngine:
         size: PoolSize,
         parts: EngineParts,
         *,
-        depth: Depth,
         copy_kv: CopyKv = Tensor.copy_,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +90,7 @@ class DecodeEngine:
     ) -> None:
         device = parts.device
         self._config = config
-        self._size = size
+        self._max_context_tokens = size.max_context_tokens
         self._device = device
         self._wake_up = WakeUp(device)
         self._clock = clock
@@ -101,9 +98,7 @@ class DecodeEngine:
         self.track = parts.timeline.track(ENGINE)
         self._outbox: Outbox[Event] = Outbox(deliver, self.track)
         self._vocab_size = parts.model.vocab_size
-        self._depth = depth
-        deepest = depth.levels[-1]
-        assert (deepest.num_slots, deepest.num_steps) == (config.num_step_slots, config.max_depth)
+        self._depth = config.new_depth(config.spec_info)
         self.pool = KvPool(
             groups=parts.layer_groups,
             windows=parts.model.windows,
@@ -117,7 +112,7 @@ class DecodeEngine:
         )
         forward_side = ForwardSide.open(
             parts,
-            levels=depth.levels,
+            levels=self._depth.levels,
             pool=self.pool,
             drafter=drafter,
             replays_forwards=config.replays_forwards,
@@ -145,11 +140,11 @@ class DecodeEngine:
         waiting = WaitingQueue(ageing=config.ageing, best_priority=config.best_priority, shares=shares)
         self._local = LocalPrefill(
             parts,
-            draft_topk=deepest.topk,
+            draft_topk=config.spec_info.topk,
             pool=self.pool,
             sampling_state=forward_side.sampling_state,
             stream=forward_side.stream,
-            max_chunk_tokens=config.max_chunk_tokens,
+            chunk_tokens=config.max_chunk_tokens,
         )
         self.lives = Lives(
             pool=self.pool,
@@ -328,9 +323,8 @@ class DecodeEngine:
         if self._is_draining:
             self._outbox.post(Failed(submit.request_id, Draining("the service is stopping")))
             return
-        limit = min(self._size.max_context_tokens, self.pool.num_slots - self._config.tokens_ahead)
-        if total > limit:
-            message = f"prompt + max_tokens is {total} tokens, the limit is {limit}"
+        if total > self._max_context_tokens:
+            message = f"prompt + max_tokens is {total} tokens, the limit is {self._max_context_tokens}"
             self._outbox.post(Failed(submit.request_id, InvalidRequest("max_tokens", message)))
             return
         self.lives.admit(submit)

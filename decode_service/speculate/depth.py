@@ -116,7 +116,7 @@ class _Expected:
 
 
 class AdaptiveDepth:
-    """A Depth that chooses, by measured steps, how many levels to draft, from 0 to `deepest.num_steps`.
+    """A Depth that chooses, by measured steps, how many levels to draft: 0 to `deepest.num_steps`, which is at least 1.
 
     It reads no clock: its choices depend only on what it is given.
     """
@@ -276,8 +276,3 @@ class AdaptiveDepth:
 def _weight(num_drafts: int) -> float:
     """Returns the weight of so many new drafts in an average rate."""
     return 1 - (1 - _ACCEPTANCE_WEIGHT) ** num_drafts
-
-
-def depth_of(spec_info: SpecInfo, *, adapts: bool) -> Depth:
-    """Returns the policy for `spec_info`: fixed, unless it `adapts` and something is drafted."""
-    return AdaptiveDepth(spec_info) if adapts and spec_info.has_drafts else FixedDepth(spec_info)

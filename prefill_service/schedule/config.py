@@ -27,6 +27,11 @@ class PrefillConfig(EngineConfig):
     early_sending: bool = True
 
     @property
+    def max_in_flight(self) -> int:
+        """The most forwards in flight."""
+        return 2 if self.overlap else 1
+
+    @property
     def tokens_in_flight(self) -> int:
-        """For how many tokens of a row forwards in flight may write KV: two chunks, as at most two are in flight."""
-        return 2 * self.chunk_tokens
+        """For how many tokens of a row forwards in flight may write KV."""
+        return self.max_in_flight * self.chunk_tokens

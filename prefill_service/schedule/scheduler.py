@@ -102,12 +102,11 @@ class PrefillEngine:
         self._model = model
         self._device = device
         self._wake_up = WakeUp(device)
-        self._max_in_flight = 2 if config.overlap else 1
         self._clock = clock
         self._on_step = on_step
         self._edge = edge or EdgeCalls()
         self.track = parts.timeline.track(ENGINE)
-        self._max_tokens_per_row = min(size.max_context_tokens, size.max_kv_tokens)
+        self._max_context_tokens = size.max_context_tokens
         if shared_pool is not None:
             model.share(torch.from_numpy(shared_pool.memory), shared_pool.file)
         self.pool = KvPool(
@@ -173,7 +172,7 @@ class PrefillEngine:
                 self._apply(command)
             self.pool.reclaim()
             self._admit()
-            for _ in range(self._max_in_flight - len(self._in_flight)):  # some may end while others are launched
+            for _ in range(self._config.max_in_flight - len(self._in_flight)):  # some may end while others are launched
                 if (launched := self._launch()) is not None:
                     self._in_flight.append(launched)
             self._finish_done()
@@ -184,7 +183,7 @@ class PrefillEngine:
         return self._outbox.take()
 
     def idle_timeout_s(self) -> float:
-        has_room = len(self._in_flight) < self._max_in_flight
+        has_room = len(self._in_flight) < self._config.max_in_flight
         computing, queued = map(self._lives.in_phase, (PromptPhase.COMPUTING, PromptPhase.QUEUED))
         return self._wake_up.idle_wait_s(
             has_work=(has_room and any(prompt.num_left and self._may_go_on(prompt) for prompt in computing))
@@ -273,8 +272,8 @@ class PrefillEngine:
             self._lives.admit(prompt)
             if self._is_draining:
                 self._fail(prompt, RowFailure.DRAINING, "the replica is stopping", retryable=True)
-            elif prompt.num_tokens > self._max_tokens_per_row:
-                message = f"{prompt.num_tokens} tokens do not fit this replica's {self._max_tokens_per_row}"
+            elif prompt.num_tokens > self._max_context_tokens:
+                message = f"{prompt.num_tokens} tokens do not fit this replica's {self._max_context_tokens}"
                 self._fail(prompt, RowFailure.CAPACITY, message, retryable=True)
             else:
                 prompt.num_kept_tokens = self.pool.num_cached(prompt.usable_key)

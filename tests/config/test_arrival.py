@@ -23,6 +23,7 @@ from common.service.process import Process
 from common.service.roles import RoleSwitch
 from decode_service import main as decode_main
 from decode_service.edge import assembly
+from decode_service.schedule.config import DecodeConfig
 from decode_service.speculate.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import main as prefill_main
@@ -121,8 +122,8 @@ async def test_an_engine_draws_with_what_was_chosen(
 def test_the_depth_of_drafts_adapts_unless_it_is_told_not_to(
     adapts: bool, kind: type[Depth], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(*_: Any, **arguments: Any) -> None:
-        raise Made(arguments["depth"])
+    def make(config: DecodeConfig, *_: Any, **__: Any) -> None:
+        raise Made(config.new_depth(config.spec_info))
 
     monkeypatch.setattr(decode_main, "DecodeEngine", make)
     monkeypatch.setattr(decode_main, "speculation_of", lambda settings, draft: SpecInfo(2, 2, 1))

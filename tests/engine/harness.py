@@ -37,7 +37,7 @@ from decode_service.messages import (
     Submit,
     Tokens,
 )
-from decode_service.speculate.depth import Depth, depth_of
+from decode_service.speculate.depth import Depth, FixedDepth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TAG_GRAMMAR, TagMatcher, TagModel, kv_of, oracle
@@ -215,7 +215,8 @@ class ScriptedEngine:
             max_kv_tokens=max_kv_tokens,
             max_context_tokens=CONTEXT_TOKENS,
             draft=self.head,
-            depth=depth or depth_of(spec_info or NO_DRAFTS, adapts=False),
+            spec_info=spec_info or NO_DRAFTS,
+            new_depth=FixedDepth if depth is None else lambda spec_info: depth,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,
             **{"reclaim_after_s": 0.0, **options},

@@ -72,7 +72,7 @@ def policy(
         num_free_rows=num_free_rows,
         rows=SimpleNamespace(max_rows=4),
     )
-    local = SimpleNamespace(num_short_left=num_short_left, has_long=has_long, max_chunk_tokens=config.max_chunk_tokens)
+    local = SimpleNamespace(num_short_left=num_short_left, has_long=has_long)
     return HandoffPolicy(
         config, pool=cast(KvPool, pool), local=cast(LocalPrefill, local), replicas=known, bringing_kv=bringing_kv
     )

@@ -26,7 +26,6 @@ from common.wire.fingerprint import NO_SPECULATION, Fingerprint
 from common.wire.handoff import HandoffRow
 from decode_service import messages as decode
 from decode_service.schedule.scheduler import DecodeEngine
-from decode_service.speculate.depth import depth_of
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.fuzz.pure_targets import checksummed
 from tests.fuzz.target import Run, Target, join, split
@@ -141,7 +140,7 @@ def _under_fire(model: TargetModel, head: DraftHead | None) -> EngineUnderFire:
         max_kv_tokens=128,
         max_context_tokens=32,
         draft=head,
-        depth=depth_of(TREE if head else NO_DRAFTS, adapts=False),
+        spec_info=TREE if head else NO_DRAFTS,
         prefill_timeout_s=1.0,
         clock=clock,
     )

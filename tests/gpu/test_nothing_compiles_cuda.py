@@ -11,6 +11,7 @@ import triton
 
 from common.device.factory import open_device
 from common.sampling.params import ResolvedSampling
+from decode_service.speculate.depth import AdaptiveDepth
 from tests.gpu.drafted import load_drafted
 from tests.support.drafted import SAMPLED, SHAPES
 from tests.support.pair import InProcessPair, PairOptions
@@ -31,7 +32,7 @@ def test_requests_compile_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, target, head = load_drafted(tmp_path, family, num_layers, logits_std=1.5)
-    options = PairOptions(decode_rows=7, replays_forwards=replays_forwards, adapts_depth=True, **SHAPES[shape])
+    options = PairOptions(decode_rows=7, replays_forwards=replays_forwards, new_depth=AdaptiveDepth, **SHAPES[shape])
     pair = InProcessPair(target, new_device=lambda: open_device("cuda", num_threads=1), draft=head, options=options)
     compiled: list[object] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))

@@ -59,7 +59,7 @@ def beside(
     runtime: Any = SimpleNamespace(model=model, draft=draft, device=SimpleNamespace(graphs="there are"), ranks=None)
     settings: Any = kind(**options)
     if kind is PrefillSettings:
-        return prefill_main.memory_beside_pool(settings, runtime)
+        return prefill_main.memory_beside_pool(settings, runtime, prefill_main.engine_config(settings))
     config = replace(decode_main.engine_config(settings, None), spec_info=spec_info)
     return decode_main.memory_beside_pool(settings, runtime, config)
 
@@ -268,7 +268,7 @@ def test_a_service_says_what_it_takes_and_why(
     runtime = replace(opened, device=SmallHost(num_threads=1))
     service: MemoryBeside
     if isinstance(settings, PrefillSettings):
-        service = prefill_main.memory_beside_pool(settings, runtime)
+        service = prefill_main.memory_beside_pool(settings, runtime, prefill_main.engine_config(settings))
     else:
         service = decode_main.memory_beside_pool(settings, runtime, decode_main.engine_config(settings, None))
     with capture_logs() as logs:

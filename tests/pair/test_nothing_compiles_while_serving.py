@@ -27,6 +27,7 @@ from common.sampling.operators import Ancestors, largest
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import SamplingState
 from common.sampling.triton_draws import TritonDraws, draw
+from decode_service.speculate.depth import AdaptiveDepth, Depth, FixedDepth
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, load_drafted
 from tests.support.loading import load_target
 from tests.support.pair import InProcessPair, PairOptions
@@ -167,16 +168,16 @@ def check_nothing_compiles(
 @pytest.mark.thorough
 @pytest.mark.parametrize("replays_forwards", [True, False], ids=["graphs", "no-graphs"])
 @pytest.mark.parametrize(
-    ("head", "shape", "adapts_depth"),
+    ("head", "shape", "new_depth"),
     [
-        ("leaning", "chain-4", True),
-        ("leaning", "chain-4", False),
-        ("leaning", "tree-4x3-15", False),
-        ("leaning_layers", "chain-4", False),
+        ("leaning", "chain-4", AdaptiveDepth),
+        ("leaning", "chain-4", FixedDepth),
+        ("leaning", "tree-4x3-15", FixedDepth),
+        ("leaning_layers", "chain-4", FixedDepth),
     ],
 )
 def test_speculation_launches_nothing_that_is_not_compiled(
-    head: str, shape: str, adapts_depth: bool, replays_forwards: bool, request: pytest.FixtureRequest
+    head: str, shape: str, new_depth: type[Depth], replays_forwards: bool, request: pytest.FixtureRequest
 ) -> None:
     kept: Drafted = request.getfixturevalue(head)
 
@@ -186,7 +187,7 @@ def test_speculation_launches_nothing_that_is_not_compiled(
         noted(seen, drafted.head, drafted.head_directory, torch.float32)
         return drafted.target, drafted.head
 
-    options = {"replays_forwards": replays_forwards, "adapts_depth": adapts_depth, **SHAPES[shape]}
+    options = {"replays_forwards": replays_forwards, "new_depth": new_depth, **SHAPES[shape]}
     check_nothing_compiles(load, PairOptions(decode_rows=7, **options))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from common.draft.head import DraftOutput, output_of
 from common.grammar.grammar import TokenRules
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import FinishReason
-from decode_service.speculate.depth import FixedDepth
+from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from tests.pair import speculation_mutants as mutants
 from tests.pair.constraints import LIMITED, RULES_BESIDE_GRAMMARS, Constraint
@@ -187,15 +187,15 @@ MODES: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
     "chain, no overlap": (CHAIN, {"overlap": False}),
     "chain, few slots": (CHAIN, FEW_SLOTS),
     "chain, without a replica": (CHAIN, {"prefill_fallback": True, "overlap": False}),
-    "chain, any depth": (CHAIN, {"depth": ScriptedDepth}),
-    "chain, adaptive": (CHAIN, {"adapts_depth": True}),
+    "chain, any depth": (CHAIN, {"new_depth": ScriptedDepth}),
+    "chain, adaptive": (CHAIN, {"new_depth": AdaptiveDepth}),
     "tree": (TREE, {}),
     "tree, few slots": (TREE, {**FEW_SLOTS, "overlap": False}),
-    "tree, any depth": (TREE, {"depth": ScriptedDepth}),
+    "tree, any depth": (TREE, {"new_depth": ScriptedDepth}),
     "tree of a head that overflows": (("overflowing", SHAPES["tree-4x3-15"]), {}),
     "small tree": (("leaning", SHAPES["tree-2x2-4"]), {"overlap": False}),
     "layers": (LAYERS, {}),
-    "layers, any depth": (LAYERS, {"depth": ScriptedDepth, "overlap": False}),
+    "layers, any depth": (LAYERS, {"new_depth": ScriptedDepth, "overlap": False}),
     "layers, without a replica": (LAYERS, {"prefill_fallback": True}),
 }
 """Ways to serve: the draft head with the shape of its drafts, and what differs from a usual pair."""
@@ -208,9 +208,7 @@ def pair_of(mode: str, make_pair: MakePair, request: pytest.FixtureRequest) -> I
     name, shape = drafts or ("leaning", {})
     drafted: Drafted = request.getfixturevalue("leaning" if name == "overflowing" else name)
     head: Any = OverflowingHead(drafted.head) if name == "overflowing" else drafted.head
-    options = PairOptions(**{**shape, **others, "depth": None})
-    if (new_depth := others.get("depth")) is not None:
-        options = replace(options, depth=new_depth(options.spec_info))
+    options = PairOptions(**shape, **others)
     pair = make_pair(drafted.target, options, draft=head if drafts else None)
     if options.prefill_fallback:
         pair.replicas[0].lose()
@@ -238,12 +236,12 @@ def test_output_is_the_same_in_every_mode(
     assert ("local_prefill_tokens" in others or "prefill_fallback" in others) == (num_local > 0)
     if drafts is not None:
         levels = {step.speculation.num_levels for step in pair.decode_steps if step.speculation}
-        if "adapts_depth" in others:
+        if others.get("new_depth") is AdaptiveDepth:
             assert len(levels) > 1, "every step was as deep"
             return
         counts = Counts.of(pair.outcomes.values())
         assert min(counts.num_accepted, counts.num_rejected) > 2 * len(REQUESTS), "too few drafts to tell anything"
-        assert "depth" not in others or levels == set(range(PairOptions(**drafts[1]).spec_info.num_steps + 1))
+        assert "new_depth" not in others or levels == set(range(PairOptions(**drafts[1]).spec_info.num_steps + 1))
 
 
 @pytest.mark.parametrize(

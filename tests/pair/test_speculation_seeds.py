@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import ModuleType
@@ -93,9 +94,10 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind
     options = PairOptions(**SHAPES[shape])
     new_tokens = NEW_TOKENS + 2 * num_behind
     with pairs_that_keep_all() as make_pair:
-        depth = LeftBehind(options.spec_info, num_behind) if num_behind else None
-        pair = make_pair(drafted.target, replace(options, depth=depth), draft=drafted.head)
-        chunks = replace(options, chunk_tokens=8)  # a chunk needs the prompt's token after it
+        if num_behind:
+            options = replace(options, new_depth=partial(LeftBehind, num_behind=num_behind))
+        pair = make_pair(drafted.target, options, draft=drafted.head)
+        chunks = replace(options, chunk_tokens=8, new_depth=FixedDepth)  # a chunk needs the prompt's token after it
         other = make_pair(drafted.target, chunks, draft=drafted.head)
         for number in range(NUM_REQUESTS):
             prompt = [4 + (number * 11 + place * (number + 3)) % 56 for place in range(5 + 3 * number)]

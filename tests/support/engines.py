@@ -18,8 +18,6 @@ from common.service.cpu_engine import cpu_engine
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch, RowFailed
 from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine
-from decode_service.speculate.depth import FixedDepth
-from decode_service.speculate.spec_info import NO_DRAFTS
 from prefill_service.messages import CallDone, Command, Event, FrameReady, OpenCall
 from prefill_service.schedule.config import PrefillConfig
 from prefill_service.schedule.scheduler import EdgeCalls, PrefillEngine
@@ -41,7 +39,6 @@ def new_decode_engine(model: object, device: Device | None = None, **options: An
 
     `model` is a TargetModel or a stand-in for one.
     """
-    options["spec_info"] = options.setdefault("depth", FixedDepth(NO_DRAFTS)).levels[-1]
     engine = cpu_engine(torch.device("cpu") if device is None else device.torch_device)
     if engine is not None:
         options.setdefault("copy_kv", engine.kv_copy())
@@ -62,8 +59,12 @@ def _values(
     """Takes the fields of config, size and parts out of `options`, and returns these values."""
     for name, value in SMALL.items():
         options.setdefault(name, value)
+    if (draft := options.get("draft")) is not None and kind is DecodeConfig:
+        options.setdefault("least_chunk_tokens", draft.layer_group.num_layers)
     config = kind(**_taken(kind, options))
+    num_ahead = config.tokens_ahead if isinstance(config, DecodeConfig) else 0
     size = {"decided_by": "the test", **_taken(PoolSize, options)}
+    size["max_context_tokens"] = min(size["max_context_tokens"], size["max_kv_tokens"] - num_ahead)
     size["max_window_tokens"] = size.get("max_window_tokens") or size["max_kv_tokens"]
     parts = {name: value for name, value in _taken(EngineParts, options).items() if value is not None}
     with_model = EngineParts(model=cast(TargetModel, model), device=device or cpu_device(), **parts)

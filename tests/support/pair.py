@@ -32,7 +32,7 @@ from decode_service.forward.drafter import Drafter
 from decode_service.handoff.receive_budget import ReceiveBudget
 from decode_service.handoff.transport import Post, TransportReport
 from decode_service.schedule.scheduler import DecodeEngine
-from decode_service.speculate.depth import Depth, depth_of
+from decode_service.speculate.depth import Depth, FixedDepth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from prefill_service import messages as prefill
 from prefill_service.schedule.scheduler import PrefillEngine
@@ -95,14 +95,13 @@ class PairOptions:
     num_draft_tokens: int = 4
     draft_topk: int = 1
     num_draft_steps: int | None = None
-    adapts_depth: bool = False
     prefill_caches: bool = True
     decode_caches: bool = True
     prefix_routing: bool = True
     shares_memory: bool = False
     local_prefill_tokens: int = 0
     prefill_fallback: bool = False
-    depth: Depth | None = None  # instead of the one that `adapts_depth` chooses
+    new_depth: Callable[[SpecInfo], Depth] = FixedDepth
     drafter: Drafter | None = None  # instead of the draft head
 
     @property
@@ -300,8 +299,8 @@ class InProcessPair:
             max_window_tokens=options.decode_window_tokens,
             max_context_tokens=options.context_tokens,
             draft=draft,
-            depth=options.depth
-            or depth_of(options.spec_info if draft or options.drafter else NO_DRAFTS, adapts=options.adapts_depth),
+            spec_info=options.spec_info if draft or options.drafter else NO_DRAFTS,
+            new_depth=options.new_depth,
             drafter=options.drafter,
             prefix_cache=options.decode_caches,
             prefix_routing=options.prefix_routing,

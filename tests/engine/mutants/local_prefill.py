@@ -121,7 +121,7 @@ def only_short_turns_stay(patch: pytest.MonkeyPatch) -> None:
 
 def fallback_keeps_the_limit(patch: pytest.MonkeyPatch) -> None:
     """Counts only prompts of up to `local_prefill_tokens` as short, even while no replica is ready."""
-    patch.setattr(DecodeConfig, "max_chunk_tokens", property(lambda config: config.local_prefill_tokens))
+    patch.setattr(DecodeConfig, "max_chunk_tokens", property(lambda config: max(config.local_prefill_tokens, 1)))
 
 
 def fallback_is_forgotten(patch: pytest.MonkeyPatch) -> None:
