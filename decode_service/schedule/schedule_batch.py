@@ -23,7 +23,7 @@ from common.wire.handoff import PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch, ForwardMode, positions_from
 from decode_service.schedule.request import Request
 from decode_service.speculate.depth import Depth
-from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
+from decode_service.speculate.spec_info import NO_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,19 @@ class ScheduleBatch:
         """The number of slots that the next step writes for each entry, past its committed KV."""
         return self.spec_info.num_slots
 
+    def choose_depth(self, depth: Depth, pool: KvPool, num_unread: NDArray[np.int64]) -> None:
+        """Sets the speculation of the next step. `num_unread` [B] counts each row's unread tokens.
+
+        If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction.
+        """
+        if self.is_empty:
+            self.spec_info = NO_DRAFTS
+            return
+        num_wanted = self.batch_size - len(self.undrafted)
+        self.spec_info = depth.choose(num_unread=num_unread, num_wanted=num_wanted, num_forced=self.num_forced)
+        if self.spec_info.has_drafts and pool.lacks(self.rows, self.wanted_tokens()):
+            self.spec_info = self.spec_info.at_depth(0)
+
     def prepare_for_decode(self, pool: KvPool) -> bool:
         """Reserves the slots that the next step writes and sets `out_cache_loc`, each entry's slots in order of
         position.
@@ -237,21 +250,6 @@ class ScheduleBatch:
         assert self.seq_lens.data_ptr() != self.seq_lens_cpu.data_ptr() or self.is_empty, "the twins share storage"
         assert torch.equal(self.seq_lens.cpu(), self.seq_lens_cpu), "seq_lens and seq_lens_cpu differ"
         assert torch.equal(self.req_pool_indices.cpu(), self.req_pool_indices_cpu), "req_pool_indices twins differ"
-
-
-def depth_within(depth: Depth, batch: ScheduleBatch, pool: KvPool, num_unread: NDArray[np.int64]) -> SpecInfo:
-    """Returns the speculation of the batch's next step. `num_unread` [B] counts each row's unread tokens.
-
-    If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction. In
-    any case `batch.spec_info` is set to the chosen depth; the caller must replace it by the result.
-    """
-    if batch.is_empty:
-        return NO_DRAFTS
-    num_wanted = batch.batch_size - len(batch.undrafted)
-    batch.spec_info = depth.choose(num_unread=num_unread, num_wanted=num_wanted, num_forced=batch.num_forced)
-    if batch.spec_info.has_drafts and pool.lacks(batch.rows, batch.wanted_tokens()):
-        return batch.spec_info.at_depth(0)
-    return batch.spec_info
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

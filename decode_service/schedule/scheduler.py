@@ -59,7 +59,7 @@ from decode_service.schedule.results import (
 )
 from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.running_rows import RunningRows
-from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch, depth_within
+from decode_service.schedule.schedule_batch import ReadyRows, ScheduleBatch
 from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.schedule.waiting_queue import Shares, WaitingQueue
 
@@ -365,8 +365,7 @@ class DecodeEngine:
             self._merge_prebuilt(ready)
         running.forced = self._forced_tokens(running, has_published=published is not None)
         if self._config.max_depth:
-            num_unread = self._worker.drafter.num_unread(running.rows)
-            running.spec_info = depth_within(self._depth, running, self.pool, num_unread)
+            running.choose_depth(self._depth, self.pool, self._worker.drafter.num_unread(running.rows))
         self._is_stalled = not (running.is_empty or self._retraction.prepare(running))
         return None if running.is_empty or self._is_stalled else running
 

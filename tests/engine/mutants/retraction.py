@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from common.kv.pool import KvPool
 from common.priority import Ageing
 from common.wire.handoff import HandoffRow
 from decode_service.messages import Phase
@@ -24,7 +21,6 @@ from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.waiting_queue import WaitingQueue
 from decode_service.speculate.depth import Depth
-from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.mutants.kinds import Mutant, instead_of
 
 
@@ -90,14 +86,12 @@ def output_is_left_behind(row: type[HandoffRow], **columns: Any) -> HandoffRow:
     return row(**{**columns, "token_ids": columns["token_ids"][: columns["prompt_len"]]})
 
 
-@instead_of(scheduler, "depth_within")
+@instead_of(ScheduleBatch, "choose_depth")
 def drafts_are_never_given_up(
-    _: object, depth: Depth, batch: ScheduleBatch, pool: KvPool, num_unread: NDArray[np.int64]
-) -> SpecInfo:
+    choose_depth: Callable[..., None], self: ScheduleBatch, depth: Depth, pool: object, *unread: object
+) -> None:
     """Lets a step draft at full depth even if no slots are free for the drafts."""
-    if batch.is_empty:
-        return NO_DRAFTS
-    return depth.choose(num_unread=num_unread, num_wanted=batch.batch_size, num_forced=batch.num_forced)
+    choose_depth(self, depth, SimpleNamespace(lacks=lambda *_: False), *unread)
 
 
 def losses_are_counted_for_ever(patch: pytest.MonkeyPatch) -> None:
