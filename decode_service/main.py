@@ -57,16 +57,11 @@ from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine, Deliver
 from decode_service.schedule.waiting_queue import OTHERS
 from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
-from decode_service.speculate.spec_info import MAX_UNREAD, NO_DRAFTS, SpecInfo, num_drafted
+from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo, num_drafted
 
 _EDGE_BYTES = 1 << 29
 _NUM_CONNECTIONS = 2  # connections to each prefill replica; calls take turns on them
 _DEFAULT_CHAIN = 4
-_MAX_CATCH_UP_TOKENS = 4096
-"""The largest number of unread tokens that the head reads in one forward when it catches up.
-
-By default a prefill service on a GPU computes as many in two forwards.
-"""
 
 _log = structlog.get_logger(__name__)
 
@@ -268,7 +263,7 @@ def new_engine(
     try:
         with room_beside_pool():
             return DecodeEngine(
-                replace(config, spec_info=within_rows(config.spec_info, size.max_rows)),
+                config,
                 size,
                 process.runtime.parts,
                 copy_kv=_copy_kv(settings, process.runtime),
@@ -301,11 +296,11 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, config: Decod
     def step(num_rows: int) -> StepMemory:
         num_tokens = max(num_rows * config.spec_info.num_verify_tokens, config.max_chunk_tokens)
         recorded = recorded_bytes(num_rows, config.levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
-        unread = 0 if draft is None else max(_MAX_CATCH_UP_TOKENS, num_rows) * state_bytes
+        unread = 0 if draft is None else max(config.max_catch_up_tokens, num_rows) * state_bytes
         return StepMemory(
             num_tokens=num_tokens,
             num_logits=num_tokens,
-            num_head_tokens=0 if draft is None else _MAX_CATCH_UP_TOKENS,
+            num_head_tokens=0 if draft is None else config.max_catch_up_tokens,
             kept_bytes=(recorded if records else 0) + unread + edge_bytes,
         )
 
@@ -352,15 +347,6 @@ def speculation_of(settings: DecodeSettings, head: DraftHead) -> SpecInfo:
             f"{most} drafts"
         )
     return SpecInfo(settings.num_draft_steps, settings.num_draft_tokens, topk)
-
-
-def within_rows(spec_info: SpecInfo, max_rows: int) -> SpecInfo:
-    """Returns `spec_info` with a new `max_unread`, the number of tokens per row that the head may leave unread.
-
-    The head reads the unread tokens of all rows in one forward, so it is _MAX_CATCH_UP_TOKENS / `max_rows`, but at
-    least 1 and at most MAX_UNREAD.
-    """
-    return replace(spec_info, max_unread=max(1, min(MAX_UNREAD, _MAX_CATCH_UP_TOKENS // max_rows)))
 
 
 def _chain(settings: DecodeSettings, max_steps: int | None) -> SpecInfo:

@@ -22,7 +22,7 @@ from common.kv.layer_group import SeedColumnSpec
 from common.sampling.state import RowStart
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayedInputs
-from decode_service.speculate.spec_info import DraftTree
+from decode_service.speculate.spec_info import DraftTree, Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class Verified:
 class Reading:
     """How far a drafter has read the rows of a step. A token is read when the drafter can draft what follows it.
 
-    `num_unread` [B] are each row's unread tokens before the step, and `num_left` [B] those after it. If `computes`,
+    `unread` are the rows' unread tokens before the step, and `num_left` [B] counts those after it. If `computes`,
     reading takes a forward, which runs after the step's lengths are published.
     """
 
-    num_unread: NDArray[np.int64]
+    unread: Unread
     num_left: NDArray[np.int64]
     computes: bool = False
 
@@ -74,7 +74,7 @@ class Reading:
 class Drafter(ABC):
     """Proposes the drafts of each step.
 
-    `begin`, `num_unread` and `launch` are called by the engine's thread, and concern the rows as they will be when all
+    `begin`, `unread` and `launch` are called by the engine's thread, and concern the rows as they will be when all
     launched steps have run. `draft` and `read` run on the forward stream, in the order of the steps. On a device that
     computes beside the host, such as a GPU, both must only enqueue work: reading a value would make the engine's thread
     wait for the device in each step.
@@ -88,14 +88,13 @@ class Drafter(ABC):
     def begin(self, starts: Sequence[RowStart]) -> None:  # noqa: B027 - not every drafter has something to learn
         """Learns which requests enter which rows, and their tokens so far. No launched step runs these rows."""
 
-    def num_unread(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the number of unread tokens of each of `rows` [B]."""
-        return np.zeros_like(rows)
+    def unread(self, rows: NDArray[np.int64]) -> Unread:
+        """Returns the unread tokens of `rows` [B]."""
+        return Unread(np.zeros_like(rows))
 
     def launch(self, batch: ForwardBatch) -> Reading:
         """Notes that `batch` is being launched. Returns how far `read` will get in this step."""
-        none = np.zeros_like(batch.rows)
-        return Reading(none, none)
+        return Reading(self.unread(batch.rows), np.zeros_like(batch.rows))
 
     @abstractmethod
     def draft(self, batch: ForwardBatch, inputs: RelayedInputs) -> DraftTree:

@@ -35,7 +35,7 @@ from common.sampling.state import NO_SAMPLING, RowStart, SamplingState
 from decode_service.forward.drafter import Drafter, Reading, Verified, forced_or
 from decode_service.forward.forward_batch import ForwardBatch, forward_input_of
 from decode_service.forward.future_map import RelayedInputs
-from decode_service.speculate.spec_info import DraftTree, SpecInfo
+from decode_service.speculate.spec_info import DraftTree, SpecInfo, Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +111,29 @@ class DraftBacklog:
 class HeadDrafter(Drafter):
     """The base of drafters with a draft head of the target `model`. Subclasses define `draft`.
 
-    `spec_info` is the deepest speculation that a step may have.
+    `spec_info` is the deepest speculation that a step may have. The head leaves fewer than `max_unread` tokens of a row
+    unread.
     """
 
     def __init__(
-        self, *, head: DraftHead, model: Target, spec_info: SpecInfo, pool: KvPool, sampling_state: SamplingState
+        self,
+        *,
+        head: DraftHead,
+        model: Target,
+        spec_info: SpecInfo,
+        max_unread: int,
+        pool: KvPool,
+        sampling_state: SamplingState,
     ) -> None:
         self._head = head
         self._pool = pool
         self._state = sampling_state
         self._topk = spec_info.topk
+        self._max_unread = max_unread
         self._num_unread = np.zeros(pool.rows.max_rows + 1, np.int64)
         self._backlog = DraftBacklog(
             max_rows=pool.rows.max_rows,
-            max_unread=spec_info.max_unread,
+            max_unread=max_unread,
             num_values=head.capture.num_states * model.hidden_size,
             dtype=model.dtype,
             torch_device=model.torch_device,
@@ -134,13 +143,14 @@ class HeadDrafter(Drafter):
     def begin(self, starts: Sequence[RowStart]) -> None:
         self._num_unread[[start.row for start in starts]] = 0  # the head's KV and the seed came with the row
 
-    def num_unread(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._num_unread[rows]
+    def unread(self, rows: NDArray[np.int64]) -> Unread:
+        return Unread(self._num_unread[rows], self._max_unread)
 
     def launch(self, batch: ForwardBatch) -> Reading:
-        num_unread = self._num_unread[batch.rows]
-        reads = batch.spec_info.head_reads(num_unread)
-        reading = Reading(num_unread, np.zeros_like(num_unread) if reads else num_unread + 1, computes=reads)
+        unread = self.unread(batch.rows)
+        reads = unread.are_read(batch.spec_info)
+        num_left = np.zeros_like(batch.rows) if reads else unread.num_tokens + 1
+        reading = Reading(unread, num_left, computes=reads)
         self._num_unread[batch.rows] = reading.num_left
         return reading
 
@@ -157,10 +167,10 @@ class HeadDrafter(Drafter):
         if batch.has_drafts:
             unread = self._accepted(batch, reading, verified, verified.captured)
         else:
-            self._backlog.put(batch, reading.num_unread, verified.captured[:, 0], verified.tokens[:, 0])
+            self._backlog.put(batch, reading.unread.num_tokens, verified.captured[:, 0], verified.tokens[:, 0])
             if not reading.computes:
                 return {}
-            unread = self._backlog.unread(batch, reading.num_unread, self._pool, group.name)
+            unread = self._backlog.unread(batch, reading.unread.num_tokens, self._pool, group.name)
         num_ahead = group.num_layers - 1
         num_seeded = batch.batch_size if batch.spec_info.leaves_seed or num_ahead else 0
         seed = extend_draft(
@@ -181,7 +191,7 @@ class HeadDrafter(Drafter):
         """Returns the head's input after a step with drafts: the step's own tokens, of which `last` marks the last
         accepted one.
         """
-        assert not reading.num_unread.any(), "a step that drafts has seeds, and so a head that has read everything"
+        assert not reading.unread.num_tokens.any(), "a step that drafts has seeds, so the head has read everything"
         num_rows, num_tokens = verified.tokens.shape
         starts = torch.arange(0, num_rows * num_tokens, num_tokens, device=verified.tokens.device)
         return UnreadTokens(

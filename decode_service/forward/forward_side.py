@@ -51,6 +51,7 @@ class ForwardSide:
         parts: EngineParts,
         *,
         levels: Sequence[SpecInfo],
+        max_unread: int,
         pool: KvPool,
         drafter: Drafter | None = None,
         replays_forwards: bool,
@@ -60,7 +61,8 @@ class ForwardSide:
         """Creates the objects, warms the kernels and records the forwards if they are to be replayed.
 
         `levels` are the speculations of all depths that a step may have, the deepest last. `drafter` proposes the
-        drafts; with None the model's draft head does, if it has one. With `replays_forwards` the forwards are recorded
+        drafts; with None the model's draft head does, if it has one, and leaves fewer than `max_unread` tokens of a row
+        unread. With `replays_forwards` the forwards are recorded
         where the device and the attention backend allow it. With `poisons_consumed_rows` the relay detects a token that
         is read twice. `wait_timeout_s` limits each wait for the forward stream. Raises PieceFailed if the forwards
         should be recorded and cannot be.
@@ -83,7 +85,14 @@ class ForwardSide:
             assert parts.draft is not None, "who drafts needs a drafter"
             head = parts.draft if graphs is None else GraphedHead(parts.draft, graphs)
             kind = EagleDrafter if head.layer_group.num_layers == 1 else MultiLayerEagleDrafter
-            drafter = kind(head=head, model=model, spec_info=levels[-1], pool=pool, sampling_state=sampling_state)
+            drafter = kind(
+                head=head,
+                model=model,
+                spec_info=levels[-1],
+                max_unread=max_unread,
+                pool=pool,
+                sampling_state=sampling_state,
+            )
         worker = Worker(
             model=model,
             drafter=drafter or NoDrafter(),

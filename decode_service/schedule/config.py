@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.engine import EngineConfig
 from decode_service.speculate.depth import Depth, FixedDepth
-from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
+from decode_service.speculate.spec_info import MAX_UNREAD, NO_DRAFTS, SpecInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,10 @@ class DecodeConfig(EngineConfig):
     """The most tokens in a forward while no replica is ready. Computing so many takes longer than reading the model's
     weights from memory, and a CPU's fused forward takes no more at once.
     """
+    max_catch_up_tokens: int = 4096
+    """The most unread tokens of all rows together that the draft head reads in one forward when it catches up, unless
+    there are more rows. By default a prefill service on a GPU computes as many in two forwards.
+    """
     left_together: int = 16
     """A row's tokens leave its windows in groups of at least this many, because each group costs time."""
 
@@ -66,6 +70,10 @@ class DecodeConfig(EngineConfig):
     def levels(self) -> Sequence[SpecInfo]:
         """The speculation of each depth that a step may have, the deepest last."""
         return self.new_depth(self.spec_info).levels
+
+    def max_unread(self, max_rows: int) -> int:
+        """Returns how many unread tokens of a row are too many with `max_rows` rows: the draft head reads before."""
+        return max(1, min(MAX_UNREAD, self.max_catch_up_tokens // max_rows))
 
     @property
     def num_step_slots(self) -> int:

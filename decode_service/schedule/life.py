@@ -189,7 +189,7 @@ class Lives:
     def _keep(self, req: Request) -> None:
         """Leaves the request's KV in the prefix cache, as far as it is complete.
 
-        The last token has no KV yet, and the tokens that the draft head has not read lack the KV of the head.
+        The last token has no KV yet, and the tokens that the drafter has not read lack what it computes of them.
         """
         assert req.lease is not None
         if req.lease.prefix is not None and (key := req.cache_key) is not None:

@@ -28,7 +28,7 @@ class RunningRows:
     Only the engine thread calls it, and only `Lives` calls `enter` and `leave`. `serials` [rows] holds a number that is
     new for each stay of a request in a row, or 0 if the row is empty. `num_in_flight` [rows] counts launched steps
     whose results are not taken yet; each adds at least one token, unless it fails. `num_unread` [rows] counts the
-    tokens that the draft head had not read after the last step whose results were taken. `drafts` has the figures of
+    tokens that the drafter had not read after the last step whose results were taken. `drafts` has the figures of
     drafting since a request entered its row; `leave` adds them to the request's `speculation`. A step drafts
     at most `max_depth` levels.
     """

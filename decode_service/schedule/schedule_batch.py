@@ -23,7 +23,7 @@ from common.wire.handoff import PrebuiltBatch
 from decode_service.forward.forward_batch import ForwardBatch, ForwardMode, positions_from
 from decode_service.schedule.request import Request
 from decode_service.speculate.depth import Depth
-from decode_service.speculate.spec_info import NO_DRAFTS
+from decode_service.speculate.spec_info import NO_DRAFTS, Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,8 @@ class ScheduleBatch:
         """The number of slots that the next step writes for each entry, past its committed KV."""
         return self.spec_info.num_slots
 
-    def choose_depth(self, depth: Depth, pool: KvPool, num_unread: NDArray[np.int64]) -> None:
-        """Sets the speculation of the next step. `num_unread` [B] counts each row's unread tokens.
+    def choose_depth(self, depth: Depth, pool: KvPool, unread: Unread) -> None:
+        """Sets the speculation of the next step. `unread` are the tokens that the drafter has not read.
 
         If the chosen depth needs more slots than are free, the step drafts nothing: drafts are not worth a retraction.
         """
@@ -171,7 +171,7 @@ class ScheduleBatch:
             self.spec_info = NO_DRAFTS
             return
         num_wanted = self.batch_size - len(self.undrafted)
-        self.spec_info = depth.choose(num_unread=num_unread, num_wanted=num_wanted, num_forced=self.num_forced)
+        self.spec_info = depth.choose(unread=unread, num_wanted=num_wanted, num_forced=self.num_forced)
         if self.spec_info.has_drafts and pool.lacks(self.rows, self.wanted_tokens()):
             self.spec_info = self.spec_info.at_depth(0)
 

@@ -113,6 +113,7 @@ class DecodeEngine:
         forward_side = ForwardSide.open(
             parts,
             levels=self._depth.levels,
+            max_unread=config.max_unread(size.max_rows),
             pool=self.pool,
             drafter=drafter,
             replays_forwards=config.replays_forwards,
@@ -365,7 +366,7 @@ class DecodeEngine:
             self._merge_prebuilt(ready)
         running.forced = self._forced_tokens(running, has_published=published is not None)
         if self._config.max_depth:
-            running.choose_depth(self._depth, self.pool, self._worker.drafter.num_unread(running.rows))
+            running.choose_depth(self._depth, self.pool, self._worker.drafter.unread(running.rows))
         self._is_stalled = not (running.is_empty or self._retraction.prepare(running))
         return None if running.is_empty or self._is_stalled else running
 
@@ -511,8 +512,7 @@ class DecodeEngine:
         self._taker.take(ended, ahead)
         self._retraction.requeue_left()
         if (speculation := ended.speculation) is not None:
-            num_unread = ended.output.reading.num_unread
-            self._depth.observe(ended.batch.spec_info, num_unread=num_unread, stats=speculation)
+            self._depth.observe(ended.batch.spec_info, unread=ended.output.reading.unread, stats=speculation)
         num_rows, step_s = len(ended.reqs), self._clock() - ended.launched_s
         self._on_step(StepStats(num_rows, num_rows * ended.batch.num_tokens, step_s, speculation, ended.masks))
 

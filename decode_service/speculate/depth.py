@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.telemetry.stats import SpeculationStats
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import SpecInfo, Unread
 from decode_service.speculate.step_times import StepTimes
 
 _FIRST_ACCEPTANCE = 0.7
@@ -59,10 +59,10 @@ class Depth(Protocol):
         `choose` may also return the first one with `leaves_seed` False.
         """
 
-    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         """Returns the SpecInfo for the next step, which has B rows, of which `num_wanted` want drafts.
 
-        `num_unread` [B] counts each row's tokens that the head has not read. `num_forced` [B] says how many drafts of
+        `unread` are the rows' tokens that the drafter has not read. `num_forced` [B] says how many drafts of
         each row its grammar forces: they are expected to be accepted. It is 0 for rows that want no drafts. Only
         `launched` makes a choice final, so `choose` may be called more than once per step.
         """
@@ -70,10 +70,9 @@ class Depth(Protocol):
     def launched(self, spec_info: SpecInfo) -> None:
         """Records that the next step was launched with `spec_info`, whose depth is the chosen one or a smaller one."""
 
-    def observe(self, spec_info: SpecInfo, *, num_unread: NDArray[np.int64], stats: SpeculationStats) -> None:
-        """Records the acceptance and times of an ended step.
-
-        `num_unread` [B] counts each row's tokens that the head had not read before the step.
+    def observe(self, spec_info: SpecInfo, *, unread: Unread, stats: SpeculationStats) -> None:
+        """Records the acceptance and times of an ended step. `unread` are its rows' tokens that the drafter had not
+        read before the step.
         """
 
 
@@ -88,13 +87,13 @@ class FixedDepth:
         levels = (self._spec_info.at_depth(0), self._spec_info)
         return levels if self._spec_info.has_drafts else levels[1:]
 
-    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._spec_info if num_wanted else self._spec_info.at_depth(0)
 
     def launched(self, spec_info: SpecInfo) -> None:
         pass
 
-    def observe(self, spec_info: SpecInfo, *, num_unread: NDArray[np.int64], stats: SpeculationStats) -> None:
+    def observe(self, spec_info: SpecInfo, *, unread: Unread, stats: SpeculationStats) -> None:
         pass
 
 
@@ -128,7 +127,7 @@ class AdaptiveDepth:
         self._forced_share = [0.0] * deepest.num_steps  # how often a row's draft of the level is forced
         self._are_forced = Counter[int]()  # maps a number of forced drafts to how many rows of the next step have it
         self._stale_steps = [1] * deepest.num_steps
-        self._times = StepTimes(num_levels=deepest.num_steps, max_unread=deepest.max_unread)
+        self._times = StepTimes(num_levels=deepest.num_steps)
         self._has_seeds = True
         self._follows_probe = False  # whether the step launched last was a probe with drafts
         self._probe_is_new: bool | None = None  # None: the last choice was no probe
@@ -140,7 +139,7 @@ class AdaptiveDepth:
     def levels(self) -> Sequence[SpecInfo]:
         return self._levels
 
-    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         self._probe_is_new = None
         self._are_forced = Counter(num_forced[num_forced > 0].tolist())
         self._are_forced[0] = num_wanted - self._are_forced.total()
@@ -148,8 +147,8 @@ class AdaptiveDepth:
             return self._levels[0].without_seed()
         if not self._times.is_known:
             return self._levels[0]
-        num_rows = len(num_unread)
-        begin_s = self._begin_s(num_unread)
+        num_rows = len(unread.num_tokens)
+        begin_s = self._begin_s(unread)
         steps = usual_steps = self._expected(num_rows, {0: num_wanted}, self._usual_acceptance, begin_s)
         if self._has_seeds and (len(self._are_forced) > 1 or any(self._forced_share)):
             steps = self._expected(num_rows, self._are_forced, self._acceptance, begin_s)
@@ -189,7 +188,7 @@ class AdaptiveDepth:
             self._num_new = self._num_new + 1 if self._probe_is_new else 0
             self._num_probes += 1
 
-    def observe(self, spec_info: SpecInfo, *, num_unread: NDArray[np.int64], stats: SpeculationStats) -> None:
+    def observe(self, spec_info: SpecInfo, *, unread: Unread, stats: SpeculationStats) -> None:
         num_forced = stats.num_forced or (0,) * len(stats.accept_lens)
         num_rows = Counter(zip(stats.accept_lens, num_forced, strict=True))
         for level in range(spec_info.num_steps):
@@ -205,16 +204,14 @@ class AdaptiveDepth:
                 self._acceptance[level] += weight * (rate - self._acceptance[level])
                 self._stale_steps[level] = 0
         self._stale_steps = [min(steps + 1, _MAX_STALE_STEPS) for steps in self._stale_steps]
-        self._times.add(spec_info, num_unread=num_unread, stats=stats)
+        self._times.add(spec_info, unread=unread, stats=stats)
 
-    def _begin_s(self, num_unread: NDArray[np.int64]) -> float:
+    def _begin_s(self, unread: Unread) -> float:
         """Returns how many seconds the head needs to catch up, so that the next step has a draft seed.
 
         It returns 0 if there is a draft seed already, or if the head must catch up anyway.
         """
-        if self._has_seeds or self._levels[0].must_catch_up(num_unread):
-            return 0.0
-        return self._times.read_s(int(num_unread.sum()) + len(num_unread))
+        return 0.0 if self._has_seeds or unread.must_be_read else self._times.read_s(unread.num_read)
 
     def _is_due(self, *, is_new: bool, probe_s: float, step_s: float) -> bool:
         """Returns whether a probe is due: a step that is launched to measure its depth.

@@ -14,6 +14,7 @@ from torch import Tensor
 from common.sampling.state import Ancestors
 
 MAX_UNREAD = 128
+"""How many unread tokens of a row are too many for a drafter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +24,14 @@ class SpecInfo:
     `num_steps` is the number of levels; with 0 nothing is drafted. `num_draft_tokens` drafts of a row are verified. In
     a tree the `topk` likeliest nodes of each level get `topk` children each, and the likeliest of all drafts are
     verified. `leaves_seed` says whether the step leaves a draft seed (first drafts and hidden state), without which the
-    next step cannot draft. A step that drafts nothing and leaves no draft seed need not run the head: its tokens stay
-    unread, fewer than `max_unread` per row. `reads_drafts` says whether the drafter reads a step's drafts to draft what
-    follows them; a head of several layers does not, because it has drafted all levels before.
+    next step cannot draft. `reads_drafts` says whether the drafter reads a step's drafts to draft what follows them; a
+    head of several layers does not, because it has drafted all levels before.
     """
 
     num_steps: int
     num_draft_tokens: int
     topk: int = 1
     leaves_seed: bool = True
-    max_unread: int = MAX_UNREAD
     reads_drafts: bool = True
 
     def __post_init__(self) -> None:
@@ -52,25 +51,6 @@ class SpecInfo:
 
     def without_seed(self) -> SpecInfo:
         return replace(self, leaves_seed=False)
-
-    def must_catch_up(self, num_unread: NDArray[np.int64]) -> bool:
-        """Returns whether the head must read after the step, because one more unread token would be too many for some
-        row.
-
-        `num_unread` [B] counts the tokens of each row that the head has not read.
-        """
-        return int(num_unread.max(initial=0)) + 1 >= self.max_unread
-
-    def head_reads(self, num_unread: NDArray[np.int64]) -> bool:
-        """Returns whether the head reads all unread tokens after the step, instead of leaving more unread."""
-        return self.leaves_seed or self.has_drafts or self.must_catch_up(num_unread)
-
-    def num_head_tokens(self, num_unread: NDArray[np.int64]) -> int:
-        """Returns how many tokens of all rows together the head reads after the step, or 0 if it does not read.
-
-        It reads all tokens that the step may commit, and the unread ones of earlier steps.
-        """
-        return int(num_unread.sum()) + len(num_unread) * self.max_accept_len if self.head_reads(num_unread) else 0
 
     @property
     def has_drafts(self) -> bool:
@@ -104,6 +84,33 @@ def num_drafted(num_steps: int, topk: int) -> int:
 
 NO_DRAFTS = SpecInfo.chain(0)
 """The shape of every step of a service that never drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """The tokens of a step's B rows that the drafter has not read before the step.
+
+    `num_tokens` [B] counts those of each row; there are always fewer than `max_tokens`.
+    """
+
+    num_tokens: NDArray[np.int64]
+    max_tokens: int = MAX_UNREAD
+
+    @property
+    def must_be_read(self) -> bool:
+        """Whether the drafter must read after the step, because one more unread token would be too many for some
+        row.
+        """
+        return int(self.num_tokens.max(initial=0)) + 1 >= self.max_tokens
+
+    @property
+    def num_read(self) -> int:
+        """How many tokens of all rows together the drafter reads if it reads after a step without drafts."""
+        return int(self.num_tokens.sum()) + len(self.num_tokens)
+
+    def are_read(self, spec_info: SpecInfo) -> bool:
+        """Returns whether the drafter reads all unread tokens after the step, instead of leaving more unread."""
+        return spec_info.leaves_seed or spec_info.has_drafts or self.must_be_read
 
 
 @dataclass(frozen=True, slots=True)

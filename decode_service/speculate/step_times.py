@@ -14,11 +14,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median_high
 
-import numpy as np
-from numpy.typing import NDArray
-
 from common.telemetry.stats import SpeculationStats
-from decode_service.speculate.spec_info import MAX_UNREAD, SpecInfo
+from decode_service.speculate.spec_info import MAX_UNREAD, SpecInfo, Unread
 
 _NUM_TIMES = 8
 _NUM_ENOUGH = 3
@@ -36,14 +33,14 @@ class _TimedStep:
 class StepTimes:
     """Measured times of decode steps, by depth and number of rows, and estimates from them."""
 
-    def __init__(self, *, num_levels: int, max_unread: int) -> None:
+    def __init__(self, *, num_levels: int) -> None:
         self._plain_s = _SizeCurve(min)  # seconds without drafts, by number of rows
         # Seconds per token that the head reads after steps without drafts, by number of such tokens
         self._read_s_per_token = _SizeCurve(min)
         # One curve per depth from 1: time with drafts over time without, by number of rows
         self._quotients = [_SizeCurve(median_high) for _ in range(num_levels)]
         # Pairs from steps without drafts: the head's seconds, and those of all else
-        self._parts_s: deque[tuple[float, float]] = deque(maxlen=max_unread * math.ceil(MAX_UNREAD / max_unread))
+        self._parts_s: deque[tuple[float, float]] = deque()
         self._head_share = 0.0  # the head's seconds over those of all else, from those pairs
         self._met: set[tuple[int, int]] = set()  # pairs (depth, class of row counts) of measured steps
         self._reads_met: set[int] = set()
@@ -76,17 +73,17 @@ class StepTimes:
         """Returns the estimated seconds in which the head reads `num_tokens` tokens after steps without drafts."""
         return num_tokens * self._read_s_per_token.at(num_tokens)
 
-    def add(self, spec_info: SpecInfo, *, num_unread: NDArray[np.int64], stats: SpeculationStats) -> None:
+    def add(self, spec_info: SpecInfo, *, unread: Unread, stats: SpeculationStats) -> None:
         """Adds the times of one step, which `stats` has. `spec_info` says how deep the step drafted.
 
-        `num_unread` [B] has for each row how many of its tokens the head had not read before the step. A step in which
-        the head did not run, because all drafts were forced, is too fast for its depth. It counts only until the depth
-        has as many measurements as are kept.
+        `unread` are its rows' tokens that the drafter had not read before the step. A step in which the head did not
+        run, because all drafts were forced, is too fast for its depth. It counts only until the depth has as many
+        measurements as are kept.
         """
         if stats.verify_s <= 0:  # the clock is too coarse: this step cannot be measured or compared
             self._before = self._latest = None
             return
-        num_rows, depth = len(num_unread), spec_info.num_steps
+        num_rows, depth = len(unread.num_tokens), spec_info.num_steps
         if _skips_head(spec_info, num_rows, stats) and self.has_all(depth, num_rows):
             self._finish(idle_s=stats.idle_s or 0.0)
             self._before = self._latest = None
@@ -97,15 +94,17 @@ class StepTimes:
         is_first = (depth, _class_of(num_rows)) not in self._met
         self._met.add((depth, _class_of(num_rows)))
         if not depth:
-            num_read = spec_info.num_head_tokens(num_unread)
+            num_read = unread.num_read if unread.are_read(spec_info) else 0
             if num_read and _class_of(num_read) in self._reads_met:
                 self._read_s_per_token.add(num_read, stats.extend_s / num_read)
             elif num_read:
                 self._reads_met.add(_class_of(num_read))
             if not is_first:
                 self._plain_s.add(num_rows, stats.verify_s)
-                if not spec_info.leaves_seed or spec_info.must_catch_up(num_unread):
+                if not spec_info.leaves_seed or unread.must_be_read:
                     self._parts_s.append((stats.extend_s, stats.verify_s))
+                    if len(self._parts_s) > _whole_cycles(unread.max_tokens):
+                        self._parts_s.popleft()
                     all_else_s = sum(all_else for _, all_else in self._parts_s)
                     self._head_share = sum(head for head, _ in self._parts_s) / all_else_s
         self._finish(idle_s=stats.idle_s or 0.0)
@@ -135,6 +134,13 @@ def _skips_head(spec_info: SpecInfo, num_rows: int, stats: SpeculationStats) -> 
     """Returns whether the head would have drafted a chain, level by level, and did not run because all was forced."""
     runs = spec_info.topk == 1 and spec_info.num_steps > 1 and spec_info.reads_drafts
     return runs and stats.num_forced == (spec_info.num_steps,) * num_rows
+
+
+def _whole_cycles(max_unread: int) -> int:
+    """Returns how many pairs are kept: at least MAX_UNREAD, and a multiple of `max_unread`, so that each share of the
+    head is that of whole cycles, from one time that it must catch up to the next.
+    """
+    return max_unread * math.ceil(MAX_UNREAD / max_unread)
 
 
 class _SizeCurve:

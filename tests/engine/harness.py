@@ -45,6 +45,8 @@ from tests.support.engines import new_decode_engine
 from tests.support.scripted_device import ScriptedDevice, ScriptedEvent, ScriptedStream
 
 REPLICA = "replica"
+CHAIN_UNREAD, TREE_UNREAD = 16, 5
+"""How many unread tokens of a row are too many for a draft head: few, so that a test can reach the limit."""
 
 
 class _LaggingSchedule(ScriptedStream):
@@ -208,6 +210,7 @@ class ScriptedEngine:
         self._spec_info = spec_info
         self.delivered: list[Event] = []
         ticks = itertools.count()
+        max_unread = CHAIN_UNREAD if spec_info is None or spec_info.topk == 1 else TREE_UNREAD
         self.engine = new_decode_engine(
             self.model,
             self.device,
@@ -216,6 +219,7 @@ class ScriptedEngine:
             max_context_tokens=CONTEXT_TOKENS,
             draft=self.head,
             spec_info=spec_info or NO_DRAFTS,
+            max_catch_up_tokens=max_unread * max_rows,
             new_depth=FixedDepth if depth is None else lambda spec_info: depth,
             clock=clock or (lambda: float(next(ticks))),
             deliver=self._take_delivered if delivers else None,

@@ -18,11 +18,11 @@ from common.device.stream import Cell
 from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.worker import OnPublish, Worker, WorkerOutput
 from decode_service.speculate.depth import FixedDepth
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import SpecInfo, Unread
 from tests.engine.harness import Outcome
 
-CHAIN = replace(SpecInfo.chain(2), max_unread=16)
-TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2, max_unread=5)
+CHAIN = SpecInfo.chain(2)
+TREE = SpecInfo(num_steps=2, num_draft_tokens=5, topk=2)
 SEED = CHAIN.at_depth(0)
 NOTHING = SEED.without_seed()
 
@@ -39,7 +39,7 @@ class ScriptedDepth(FixedDepth):
         """Chooses these depths from now on."""
         self._left = list(spec_infos)
 
-    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._left[0]
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -98,7 +98,7 @@ class RandomDepth(FixedDepth):
         self._drafts, self._has_seeds = True, True
         self._next = self._draw()
 
-    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._next if self._has_seeds else self._next.at_depth(0)
 
     def launched(self, spec_info: SpecInfo) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from common.telemetry.stats import SpeculationStats
 from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
-from decode_service.speculate.spec_info import MAX_UNREAD, SpecInfo
+from decode_service.speculate.spec_info import MAX_UNREAD, SpecInfo, Unread
 
 Seconds = Callable[[int], float]
 MEMORY_BOUND: Seconds = lambda num_tokens: 0.02 + 1e-5 * num_tokens  # noqa: E731
@@ -23,6 +23,7 @@ HEAD_S = 0.001
 HEAD_SHARE = 0.04
 """Lower bound on the head's forward time, as a share of the target's forward time over the same number of tokens."""
 NONE = np.zeros(100, np.int64)
+EIGHT = Unread(NONE[:8])
 NUM_STEPS = 1000
 COMPUTE = pytest.param(COMPUTE_BOUND, marks=pytest.mark.thorough)
 MANY = pytest.param(32, marks=pytest.mark.thorough)
@@ -66,15 +67,16 @@ class Serving:
         self.age += 1
         self.lags = np.pad(self.lags[:num_rows], (0, max(0, num_rows - len(self.lags))))
         self.lags[(self.age + np.arange(num_rows) * 37) % self.lifetime == 0] = 0
+        unread = Unread(self.lags)
         for _ in range(3):  # a stalled tick asks for a depth and launches nothing
-            spec_info = self.depth.choose(num_unread=self.lags, num_wanted=num_wanted, num_forced=are_forced)
+            spec_info = self.depth.choose(unread=unread, num_wanted=num_wanted, num_forced=are_forced)
         self.depth.launched(spec_info)
         self.chosen.append(spec_info)
         accept_lens = tuple(self._accepted(spec_info.num_steps, num_forced) for _ in range(num_wanted))
         num_tokens = num_rows * spec_info.num_verify_tokens
-        lags = self.lags
-        num_read = spec_info.num_head_tokens(lags)
-        self.lags = np.zeros_like(lags) if num_read else lags + 1
+        are_read = unread.are_read(spec_info)
+        num_read = unread.num_read + num_rows * spec_info.num_steps if are_read else 0
+        self.lags = np.zeros_like(self.lags) if are_read else self.lags + 1
         skips_head = spec_info.topk == 1 and num_wanted == num_rows and num_forced >= spec_info.num_steps
         stats = SpeculationStats(
             spec_info.num_steps,
@@ -84,7 +86,7 @@ class Serving:
             extend_s=self.pace * self.read_s(num_read) if num_read else 0.0,
             num_forced=(min(num_forced, spec_info.num_steps),) * num_wanted,
         )
-        self.depth.observe(spec_info, num_unread=lags, stats=stats)
+        self.depth.observe(spec_info, unread=unread, stats=stats)
         self.num_tokens += sum(accept_lens) + num_rows - num_wanted
         self.seconds += (stats.draft_s + stats.verify_s + stats.extend_s) / self.pace
         if spec_info.leaves_seed and not spec_info.num_steps:
@@ -225,13 +227,13 @@ def test_drafts_pay_for_all_that_comes_with_them_and_for_beginning_within_64_ste
     half = (2, 2, 2, 2, 1, 1, 1, 1)
     for _ in range(200):
         begun = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=0.034, extend_s=begin_s, idle_s=idle_s)
-        depth.observe(without, num_unread=np.zeros(8, np.int64), stats=begun)
+        depth.observe(without, unread=EIGHT, stats=begun)
         drafted = SpeculationStats(1, half, draft_s=seed_s, verify_s=drafting_s, extend_s=0.0, idle_s=0.0)
-        depth.observe(drafting, num_unread=np.zeros(8, np.int64), stats=drafted)
+        depth.observe(drafting, unread=EIGHT, stats=drafted)
         depth.launched(without.without_seed())
     num_seeds = 0
     for _ in range(100):
-        spec_info = depth.choose(num_unread=NONE[:8], num_wanted=8, num_forced=NONE[:8])
+        spec_info = depth.choose(unread=EIGHT, num_wanted=8, num_forced=NONE[:8])
         depth.launched(spec_info)
         num_seeds += spec_info.leaves_seed
     assert num_seeds > 95 if begins else num_seeds < 10
@@ -348,7 +350,7 @@ def test_steps_whose_drafts_are_all_forced_do_not_make_the_head_look_fast() -> N
     for turn in range(200):
         are_forced = turn > 100
         plain = SpeculationStats(0, (1,), draft_s=0.0, verify_s=0.03, extend_s=0.0)
-        depth.observe(chain.at_depth(0), num_unread=NONE[:1], stats=plain)
+        depth.observe(chain.at_depth(0), unread=Unread(NONE[:1]), stats=plain)
         drafting = SpeculationStats(
             2,
             (3 if are_forced else 1 + turn % 2,),
@@ -357,10 +359,10 @@ def test_steps_whose_drafts_are_all_forced_do_not_make_the_head_look_fast() -> N
             extend_s=0.0,
             num_forced=(2,) if are_forced else (),
         )
-        depth.observe(chain, num_unread=NONE[:1], stats=drafting)
+        depth.observe(chain, unread=Unread(NONE[:1]), stats=drafting)
     chosen = Counter[int]()
     for _ in range(50):
-        spec_info = depth.choose(num_unread=NONE[:1], num_wanted=1, num_forced=NONE[:1])
+        spec_info = depth.choose(unread=Unread(NONE[:1]), num_wanted=1, num_forced=NONE[:1])
         depth.launched(spec_info)
         chosen[spec_info.num_steps] += 1
     assert chosen[2] < 5, chosen
@@ -380,5 +382,5 @@ def test_drafts_after_forced_ones_that_the_head_does_not_read_are_not_made_and_s
 
 def test_a_fixed_depth_is_always_the_same() -> None:
     depth = FixedDepth(SpecInfo.chain(3))
-    assert depth.choose(num_unread=NONE, num_wanted=1, num_forced=NONE) == SpecInfo.chain(3)
-    assert depth.choose(num_unread=NONE, num_wanted=0, num_forced=NONE).num_steps == 0
+    assert depth.choose(unread=Unread(NONE), num_wanted=1, num_forced=NONE) == SpecInfo.chain(3)
+    assert depth.choose(unread=Unread(NONE), num_wanted=0, num_forced=NONE).num_steps == 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
-from tests.engine.harness import Outcome, ScriptedEngine
+from tests.engine.harness import CHAIN_UNREAD, Outcome, ScriptedEngine
 from tests.engine.mutants import draft_backlog
 from tests.engine.speculating import CHAIN, NOTHING, SEED, ScriptedDepth
 from tests.engine.tag_head import drafting_of
@@ -42,11 +42,11 @@ class _Run:
 @broken_by(draft_backlog.unread_tokens_stay_unread, "decoded wrongly")
 def check_the_head_catches_up_before_it_drafts() -> None:
     """One request runs alone, for more steps than the backlog has room for."""
-    run = _Run([CHAIN, *[NOTHING] * (CHAIN.max_unread + 5), SEED, CHAIN])
+    run = _Run([CHAIN, *[NOTHING] * (CHAIN_UNREAD + 5), SEED, CHAIN])
     outcome = run.scripted.submit("a", [1, 2], 56)
     run.scripted.run()
     run.check(outcome, first_step=0)
-    assert (CHAIN.max_unread,) in run.head_forwards, "the backlog never filled"
+    assert (CHAIN_UNREAD,) in run.head_forwards, "the backlog never filled"
     assert (6,) in run.head_forwards, "the head did not catch up at once"
 
 
@@ -76,7 +76,7 @@ def check_rows_catch_up_from_where_each_is() -> None:
 
 def check_a_head_left_behind_computes_nothing() -> None:
     run = _Run([NOTHING])
-    run.scripted.submit("a", [1, 2], CHAIN.max_unread)
+    run.scripted.submit("a", [1, 2], CHAIN_UNREAD)
     run.scripted.run()
     assert run.head_forwards == [], f"the head ran: {run.head_forwards}"
 

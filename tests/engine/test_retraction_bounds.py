@@ -281,7 +281,7 @@ def check_a_tree_that_needs_many_slots_comes_to_an_end() -> None:
     """The drafts of one step need slots that only a handoff under way could give up. Those slots would be free again at
     the next step, so the handoff could be retracted again and again.
     """
-    wide = SpecInfo(num_steps=6, num_draft_tokens=6, topk=8, max_unread=5)
+    wide = SpecInfo(num_steps=6, num_draft_tokens=6, topk=8)
     lived(Life((Arrival(0, 8, 8, 0), Arrival(0, 8, 8, 20)), max_rows=2, max_kv_tokens=55, spec_info=wide))
 
 

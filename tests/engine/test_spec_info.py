@@ -10,7 +10,8 @@ import pytest
 
 from common.config.settings import DecodeSettings
 from common.errors import StartupError
-from decode_service.main import speculation_of, within_rows
+from decode_service.main import speculation_of
+from decode_service.schedule.config import DecodeConfig
 from decode_service.speculate.spec_info import SpecInfo, num_drafted
 
 
@@ -67,8 +68,7 @@ def test_a_head_that_was_left_behind_has_no_more_than_4096_tokens_to_read_or_one
     max_rows: int, max_lag: int
 ) -> None:
     assert max_rows * max_lag <= max(4096, max_rows)
-    for shape in ({}, {"draft_topk": 2, "num_draft_steps": 2, "num_draft_tokens": 3}):
-        assert within_rows(speculation(**shape), max_rows).max_unread == max_lag
+    assert DecodeConfig().max_unread(max_rows) == max_lag
 
 
 def test_a_head_of_several_layers_drafts_one_token_with_each() -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.stream import Event
 from common.telemetry.stats import SpeculationStats
 from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.speculate.depth import FixedDepth
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import SpecInfo, Unread
 from tests.engine.checks import breaking, broken_by, holding
 from tests.engine.harness import Damage, ScriptedEngine
 from tests.engine.mutants import bootstrap, grammars, relay, speculation
@@ -207,7 +205,7 @@ def test_what_the_stream_waits_for_a_step_is_measured_from_the_step_before(
     begins: list[Event] = []
 
     class NotingDepth(FixedDepth):
-        def observe(self, spec_info: SpecInfo, *, num_unread: NDArray[np.int64], stats: SpeculationStats) -> None:
+        def observe(self, spec_info: SpecInfo, *, unread: Unread, stats: SpeculationStats) -> None:
             idle.append(stats.idle_s)
 
     @instead_of(LaunchedStep, "seal")

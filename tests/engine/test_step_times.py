@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.telemetry.stats import SpeculationStats
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import MAX_UNREAD, SpecInfo, Unread
 from decode_service.speculate.step_times import StepTimes
 
 DEEPEST = SpecInfo.chain(3)
@@ -23,7 +23,7 @@ def measured(
     """Observes one step of each depth, `pace` times as long as usual. After a step that drafts, the stream is idle for
     `idle_s`.
     """
-    times = times or StepTimes(num_levels=DEEPEST.num_steps, max_unread=DEEPEST.max_unread)
+    times = times or StepTimes(num_levels=DEEPEST.num_steps)
     drafted_before = False
     for depth in depths:
         draft_s, extend_s = (0.002, 0.001) if depth else (0.0, 0.0)
@@ -35,7 +35,7 @@ def measured(
             extend_s=pace * extend_s,
             idle_s=pace * idle_s if drafted_before else None,
         )
-        times.add(DEEPEST.at_depth(depth), num_unread=np.zeros(num_rows, np.int64), stats=stats)
+        times.add(DEEPEST.at_depth(depth), unread=Unread(np.zeros(num_rows, np.int64)), stats=stats)
         drafted_before = depth > 0
     return times
 
@@ -88,7 +88,7 @@ def test_the_first_time_that_the_head_reads_so_many_tokens_does_not_count() -> N
     times = measured([0] * 4)
     for seconds in (1000.0, 0.1, 0.2):
         stats = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=0.010, extend_s=seconds)
-        times.add(DEEPEST.at_depth(0), num_unread=np.full(8, 99), stats=stats)
+        times.add(DEEPEST.at_depth(0), unread=Unread(np.full(8, 99)), stats=stats)
     assert times.read_s(800) == pytest.approx(0.1)
 
 
@@ -126,7 +126,9 @@ def test_the_wait_behind_a_step_with_drafts_is_its_own() -> None:
 def test_between_numbers_of_rows_a_line_is_drawn() -> None:
     times = measured([*ALL_MET, 0, 1, 0, 0], num_rows=8)
     measured([*ALL_MET, 0, 0], num_rows=32, times=times)
-    times.add(DEEPEST.at_depth(1), num_unread=np.zeros(32, np.int64), stats=SpeculationStats(1, (1,), 0.0, 0.045, 0.0))
+    times.add(
+        DEEPEST.at_depth(1), unread=Unread(np.zeros(32, np.int64)), stats=SpeculationStats(1, (1,), 0.0, 0.045, 0.0)
+    )
     measured([0, 0], num_rows=32, times=times)
     assert [quotient(times, 1, num_rows) for num_rows in (4, 8, 20, 32, 64)] == pytest.approx([1.5, 1.5, 3.0, 4.5, 4.5])
 
@@ -138,13 +140,13 @@ def test_steps_without_drafts_are_charged_what_the_head_reads_for_want_of_room()
     catching_up = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=0.010, extend_s=0.128)
     voluntary = SpeculationStats(0, (1,) * 8, draft_s=0.0, verify_s=0.010, extend_s=1.0)
     for _ in range(2):
-        for lag in range(DEEPEST.max_unread - 1):
-            times.add(without, num_unread=np.full(8, lag), stats=plain)
-        times.add(DEEPEST.at_depth(0), num_unread=np.full(8, 100), stats=voluntary)
-        times.add(DEEPEST.at_depth(0), num_unread=np.full(8, DEEPEST.max_unread - 1), stats=catching_up)
+        for lag in range(MAX_UNREAD - 1):
+            times.add(without, unread=Unread(np.full(8, lag)), stats=plain)
+        times.add(DEEPEST.at_depth(0), unread=Unread(np.full(8, 100)), stats=voluntary)
+        times.add(DEEPEST.at_depth(0), unread=Unread(np.full(8, MAX_UNREAD - 1)), stats=catching_up)
     assert times.steps_s(8)[0] == pytest.approx(0.011)
-    assert times.read_s(8 * DEEPEST.max_unread) == pytest.approx(0.128)
-    assert times.read_s(16 * DEEPEST.max_unread) == pytest.approx(0.256)
+    assert times.read_s(8 * MAX_UNREAD) == pytest.approx(0.128)
+    assert times.read_s(16 * MAX_UNREAD) == pytest.approx(0.256)
 
 
 def test_what_was_found_before_does_not_outlast_more_steps() -> None:

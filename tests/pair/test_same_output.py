@@ -23,7 +23,7 @@ from common.grammar.grammar import TokenRules
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import FinishReason
 from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import SpecInfo, Unread
 from tests.pair import speculation_mutants as mutants
 from tests.pair.constraints import LIMITED, RULES_BESIDE_GRAMMARS, Constraint
 from tests.support.drafted import SAMPLED, SHAPES, Counts, Drafted, assert_same
@@ -145,7 +145,7 @@ class ScriptedDepth(FixedDepth):
         self._depths = [numbers.choice((0, 0, *range(deepest.num_steps + 1))) for _ in range(1000)]
         self._deepest = deepest
 
-    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         spec_info = self._deepest.at_depth(self._depths[-1] if num_wanted else 0)
         return spec_info if self._depths[-2] else spec_info.without_seed()
 

@@ -28,7 +28,7 @@ from common.sampling.params import ResolvedSampling
 from decode_service.forward import eagle_drafter
 from decode_service.forward.eagle_drafter import DraftBacklog, EagleDrafter, UnreadTokens
 from decode_service.speculate.depth import FixedDepth
-from decode_service.speculate.spec_info import DraftTree, SpecInfo
+from decode_service.speculate.spec_info import MAX_UNREAD, DraftTree, SpecInfo, Unread
 from tests.pair import speculation_mutants as mutants
 from tests.pair.speculation_mutants import Mutant
 from tests.support.draft_heads import save_eagle3_head
@@ -82,7 +82,7 @@ class LeftBehind(FixedDepth):
         self._steps = cycle([*[nothing] * num_behind, spec_info.at_depth(0), spec_info])
         self._next = next(self._steps)
 
-    def choose(self, *, num_unread: NDArray[np.int64], num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
+    def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._next
 
     def launched(self, spec_info: SpecInfo) -> None:
@@ -128,7 +128,7 @@ def check_seeds_are_those_of_prefill(drafted: Drafted, shape: str, *, num_behind
 @pytest.mark.parametrize("shape", ["chain-3", pytest.param("tree-4x3-15", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "num_behind",
-    [0, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, SpecInfo.chain(1).max_unread + 1))],
+    [0, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, MAX_UNREAD + 1))],
 )
 def test_seeds_are_those_of_prefill_after_steps_that_left_the_head_behind_too(
     shape: str, num_behind: int, random_head: Drafted

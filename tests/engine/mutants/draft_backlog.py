@@ -16,15 +16,15 @@ from common.kv.pool import KvPool
 from decode_service.forward.drafter import Reading
 from decode_service.forward.eagle_drafter import DraftBacklog, HeadDrafter, UnreadTokens
 from decode_service.forward.forward_batch import ForwardBatch
-from decode_service.speculate.spec_info import SpecInfo
+from decode_service.speculate.spec_info import Unread
 from tests.engine.mutants.kinds import instead_of
 
-Unread = NDArray[np.int64]
+Counts = NDArray[np.int64]
 
 
 @instead_of(DraftBacklog, "put")
 def each_step_puts_in_the_same_place(
-    put: Callable[..., None], self: DraftBacklog, batch: ForwardBatch, num_unread: Unread, *of_target: Tensor
+    put: Callable[..., None], self: DraftBacklog, batch: ForwardBatch, num_unread: Counts, *of_target: Tensor
 ) -> None:
     put(self, batch, np.zeros_like(num_unread), *of_target)
 
@@ -34,11 +34,11 @@ def only_the_last_token_is_read(patch: pytest.MonkeyPatch) -> None:
     put, unread = DraftBacklog.put, DraftBacklog.unread
     last: list[tuple[Tensor, ...]] = []
 
-    def noting(self: DraftBacklog, batch: ForwardBatch, num_unread: Unread, *of_target: Tensor) -> None:
+    def noting(self: DraftBacklog, batch: ForwardBatch, num_unread: Counts, *of_target: Tensor) -> None:
         last[:] = [of_target]
         put(self, batch, num_unread, *of_target)
 
-    def mutant(self: DraftBacklog, batch: ForwardBatch, num_unread: Unread, pool: KvPool, group: str) -> UnreadTokens:
+    def mutant(self: DraftBacklog, batch: ForwardBatch, num_unread: Counts, pool: KvPool, group: str) -> UnreadTokens:
         none = np.zeros_like(num_unread)
         put(self, batch, none, *last[0])
         return unread(self, batch, none, pool, group)
@@ -52,7 +52,7 @@ def every_row_is_as_far_behind(
     unread: Callable[..., UnreadTokens],
     self: DraftBacklog,
     batch: ForwardBatch,
-    num_unread: Unread,
+    num_unread: Counts,
     pool: KvPool,
     group: str,
 ) -> UnreadTokens:
@@ -64,7 +64,7 @@ def every_row_is_as_far_behind(
 def unread_tokens_stay_unread(launch: Callable[..., Reading], self: HeadDrafter, batch: ForwardBatch) -> Reading:
     """Keeps counting a row's tokens as unread after the head has read everything."""
     reading = launch(self, batch)
-    num_left = np.minimum(reading.num_unread + 1, 15)
+    num_left = np.minimum(reading.unread.num_tokens + 1, 15)
     self._num_unread[batch.rows] = num_left
     return replace(reading, num_left=num_left)
 
@@ -74,6 +74,5 @@ def a_new_request_has_unread_tokens(begin: Callable[..., None], self: HeadDrafte
     """Counts the unread tokens of a row's last request as those of its next one."""
 
 
-@instead_of(SpecInfo, "must_catch_up")
-def backlog_has_no_end(must_catch_up: Callable[..., bool], self: SpecInfo, num_unread: Unread) -> bool:
-    return False
+def backlog_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Unread, "must_be_read", property(lambda unread: False))
