@@ -393,11 +393,10 @@ class KvPool:
     def _hold(self, key: CacheKey | None, max_tokens: int, *, received: int | None) -> HeldPrefix | None:
         if key is None or not self._caches:
             return None
-        prefix = self._prefixes.hold(key.token_ids, key.namespace, max_tokens)
-        if self.windows and (num_usable := self._num_usable(prefix.slots(), received)) < prefix.num_tokens:
-            self._prefixes.let_go(prefix)
-            prefix = self._prefixes.hold(key.token_ids, key.namespace, num_usable)
-        return prefix
+        if self.windows:
+            prefix = self._prefixes.match(key.token_ids, key.namespace)
+            max_tokens = self._num_usable(prefix.slots()[:max_tokens], received)
+        return self._prefixes.hold(key.token_ids, key.namespace, max_tokens)
 
     def _num_usable(self, slots: Slots, received: int | None = None) -> int:
         """Returns how many tokens of a cached prefix, with `slots`, can be used in all groups that have a window.

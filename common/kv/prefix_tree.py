@@ -131,20 +131,16 @@ class PrefixTree:
         return _joined(node.slots for node in self._nodes.values())
 
     def match(self, tokens: Tokens, namespace: str) -> Prefix:
-        """Returns the longest cached prefix of `tokens` [T], at most T - lookahead positions, and marks it as used now.
+        """Returns the longest cached prefix of `tokens` [T], at most T - lookahead positions.
 
-        The prefix is not held, and each `insert` or `evict` may change it, so call this before each decision.
+        The prefix is not held and does not count as used. Each `insert` or `evict` may change it, so call this before
+        each decision.
         """
-        prefix = self._walk(self._root, tokens, namespace, len(tokens) - self.lookahead)
-        self._mark_used(prefix.node)
-        return prefix
-
-    def num_cached(self, tokens: Tokens, namespace: str) -> int:
-        """Returns the length of the prefix that `match` would return, without marking it as used."""
-        return self._walk(self._root, tokens, namespace, len(tokens) - self.lookahead).num_tokens
+        return self._walk(self._root, tokens, namespace, len(tokens) - self.lookahead)
 
     def hold(self, tokens: Tokens, namespace: str, max_tokens: int) -> HeldPrefix:
-        """Holds the longest cached prefix of `tokens` [T], at most `max_tokens` and T - lookahead positions.
+        """Holds the longest cached prefix of `tokens` [T], at most `max_tokens` and T - lookahead positions, and marks
+        it as used now.
 
         Its slots are not evicted until `let_go`. A prefix of no tokens is held in the same way: `insert` begins there.
         """

@@ -74,7 +74,7 @@ class KnownPrefixes:
         """Returns how many tokens of a row with `key` the replica is expected to find cached: at most all but one."""
         if key is None:
             return 0
-        return min(self._tree.num_cached(key.token_ids, key.namespace), len(key.token_ids) - 1)
+        return min(self._tree.match(key.token_ids, key.namespace).num_tokens, len(key.token_ids) - 1)
 
     def add(self, key: CacheKey | None) -> None:
         """Notes that the replica will have the tokens of `key` cached. Evicts other tokens if the replica cannot keep

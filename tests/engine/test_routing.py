@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from common.errors import PrefillUnavailable, RowFailure
 from common.kv.pool import CacheKey
-from common.kv.prefix_tree import PrefixTree
+from common.kv.prefix_tree import Prefix, PrefixTree
 from decode_service.messages import CallEnded, Replica, ReplicasChanged
 from decode_service.schedule import replica_set
 from decode_service.schedule.replica_set import ReplicaSet, Route
@@ -416,13 +416,13 @@ def test_a_request_that_waits_for_a_row_is_not_looked_up_at_every_replica_again_
     for number in range(5):
         engine.submit(str(number), [number, *LONG], 3, cache_salt="")
     engine.step()
-    num_cached, looked_up = PrefixTree.num_cached, []
+    match, looked_up = PrefixTree.match, []
 
-    def noting(self: PrefixTree, tokens: NDArray[np.int64], namespace: str) -> int:
+    def noting(self: PrefixTree, tokens: NDArray[np.int64], namespace: str) -> Prefix:
         looked_up.append(tokens)
-        return num_cached(self, tokens, namespace)
+        return match(self, tokens, namespace)
 
-    monkeypatch.setattr(PrefixTree, "num_cached", noting)
+    monkeypatch.setattr(PrefixTree, "match", noting)
     for _ in range(10):
         engine.step()
     assert not looked_up

@@ -238,3 +238,30 @@ def test_a_row_gives_back_slots_whose_kv_another_row_left_in_the_cache_unless_wo
     pool.reclaim()
     pool.check_conservation()
     assert pool.num_free_slots == MAX_TOKENS
+
+
+def test_kv_that_a_row_used_stays_longer_and_kv_that_was_only_looked_up_does_not() -> None:
+    pool = make_pool(prefixes=PrefixTree(lookahead=0))
+    first, second = (CacheKey(np.full(10, token, np.int64), "") for token in (1, 2))
+
+    def use(key: CacheKey) -> None:
+        lease = pool.reserve(10, key=key)
+        assert lease is not None
+        pool.keep(lease, key.token_ids, 10)
+        pool.release(lease)
+        pool.reclaim()
+
+    def evict(num_tokens: int) -> None:
+        lease = pool.reserve(MAX_TOKENS - 20 + num_tokens)
+        assert lease is not None
+        pool.release(lease)
+        pool.reclaim()
+
+    use(first)
+    use(second)
+    assert pool.num_cached(first) == 9
+    evict(3)
+    assert (pool.num_cached(first), pool.num_cached(second)) == (7, 9)
+    use(first)
+    evict(3)
+    assert (pool.num_cached(first), pool.num_cached(second)) == (9, 7)
