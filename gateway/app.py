@@ -211,12 +211,9 @@ def _refused(request: Request, error: ApiError) -> Response:
 
 
 class _GatewayHealth:
-    def __init__(
-        self, client: AsyncClient, *, open_requests: OpenRequests, timeout_s: float = _HEALTH_TIMEOUT_S
-    ) -> None:
+    def __init__(self, client: AsyncClient, *, open_requests: OpenRequests) -> None:
         self._client = client
         self._open_requests = open_requests
-        self._timeout_s = timeout_s
 
     async def ready(self, _request: Request) -> Response:
         """Answers 200 if a decode service is ready. Answers 503 with the reason if none is, or if this process is
@@ -235,10 +232,10 @@ class _GatewayHealth:
         if self._open_requests.is_draining:
             return "the gateway is stopping"
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
                 status = await self._client.health(READY_SERVICE["decode"])
         except TimeoutError:
-            return f"the decode service did not answer within {self._timeout_s:g} s"
+            return f"the decode service did not answer within {_HEALTH_TIMEOUT_S:g} s"
         except BatonError as error:
             return f"the decode service cannot be reached: {error}"
         return None if status is HealthStatus.SERVING else "the decode service is not ready"

@@ -53,13 +53,11 @@ class GenerationEndpoint(PostEndpoint):
         api: Api,
         *,
         client: AsyncClient,
-        unix_time: Callable[[], float] = time.time,
         **common: Unpack[PostParts],
     ) -> None:
         super().__init__(**common)
         self._api = api
         self._client = client
-        self._unix_time = unix_time
 
     async def _answer(
         self, body: bytes, open_request: OpenRequest, record: HttpRecord, receive: Receive, send: Send
@@ -73,9 +71,7 @@ class GenerationEndpoint(PostEndpoint):
         try:
             async with Choices(plan.num_generations, self._opener(plan, card, record)) as choices:
                 open_request.fails_by(choices.fail)
-                answering = _Answering(
-                    self._api, plan, card, self._unix_time(), record, self._metrics, self._open_requests
-                )
+                answering = _Answering(self._api, plan, card, time.time(), record, self._metrics, self._open_requests)
                 work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
                 await unless_left(receive, work)
         except BatonError as error:

@@ -63,10 +63,10 @@ class OpenRequests:
     clients.
     """
 
-    def __init__(self, *, max_open: int, max_reading_bytes: int, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
+    def __init__(self, *, max_open: int, max_reading_bytes: int) -> None:
         self._places = FairPlaces(max_open)
         self._reading_bytes = FairBytes(max_reading_bytes)
-        self._kept_bytes = FairBytes(max_kept_bytes)
+        self._kept_bytes = FairBytes(MAX_KEPT_BYTES)
         self._requests: dict[OpenRequest, None] = {}
         self._is_draining = False
         self._is_idle = asyncio.Event()

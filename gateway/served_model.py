@@ -65,14 +65,13 @@ class ServedModel:
         names: tuple[str, ...] = (),
         max_age_s: float = _MAX_AGE_S,
         clock: Callable[[], float] = time.monotonic,
-        unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._names = names
         self._max_age_s = max_age_s
         self._clock = clock
-        self._created = int(unix_time())
+        self._created = int(time.time())
         self._card: ModelCard | None = None
         self._asked_s = 0.0
         self._asking: asyncio.Task[ModelCard | BatonError] | None = None

@@ -32,10 +32,9 @@ class Stage:
 
 @dataclass(slots=True)
 class ConsoleProgress:
-    """Shows stages of work on a console. `clock` returns seconds."""
+    """Shows stages of work on a console."""
 
     console: Console
-    clock: Callable[[], float] = time.monotonic
     _line_due_s: float = field(default=0.0, init=False)
 
     def line(self, text: str) -> None:
@@ -44,7 +43,7 @@ class ConsoleProgress:
     @contextmanager
     def stage(self, name: str, num_total: int, unit: str, *, num_done: int = 0) -> Iterator[Stage]:
         if not self.console.is_terminal:
-            self._line_due_s = self.clock() + _LINE_S
+            self._line_due_s = time.monotonic() + _LINE_S
             yield Stage(name, unit, num_total, num_done, self._print)
             return
         columns = (
@@ -66,7 +65,7 @@ class ConsoleProgress:
             )
 
     def _print(self, stage: Stage) -> None:
-        if stage.num_done < stage.num_total and self.clock() < self._line_due_s:
+        if stage.num_done < stage.num_total and time.monotonic() < self._line_due_s:
             return
-        self._line_due_s = self.clock() + _LINE_S
+        self._line_due_s = time.monotonic() + _LINE_S
         self.line(f"{stage.name}: {stage.num_done} of {stage.num_total} {stage.unit}  {stage.figures}".rstrip())

@@ -60,14 +60,13 @@ class _Pace:
 
 @dataclass(slots=True)
 class Trainer:
-    """Runs the training loop. `clock` returns seconds."""
+    """Runs the training loop."""
 
     config: TrainConfig
     workplace: Workplace
     head: TrainableHead
     objective: Objective
     progress: ConsoleProgress
-    clock: Callable[[], float] = time.monotonic
     _optimizers: _Optimizers = field(init=False)
     _state: RunState = field(init=False)
     _curve: EvaluationCurve = field(init=False)
@@ -86,7 +85,7 @@ class Trainer:
         """
         self._optimizers = _Optimizers(self.head, self.config)
         self._restore()
-        self._since_s = self._saved_s = self.clock()
+        self._since_s = self._saved_s = time.monotonic()
         total, begun = self.config.max_tokens, min(self._state.num_tokens, self.config.max_tokens)
         with self.progress.stage("training", total, "answer tokens", num_done=begun) as stage:
             while self._state.num_tokens < total and not should_stop():
@@ -110,7 +109,7 @@ class Trainer:
         self._groups = self._epoch()
 
     def _step(self, stage: Stage) -> None:
-        state, start_s = self._state, self.clock()
+        state, start_s = self._state, time.monotonic()
         batch = self.workplace.source.load(self._groups[state.group])
         before, after = state.num_tokens, state.num_tokens + batch.num_answer_tokens
         if before <= self.config.schedule.decay_start < after:
@@ -120,14 +119,14 @@ class Trainer:
         self._optimizers.step(self.config.schedule.factor(after))
         self._count(after, losses.detach())
         self._pace.num_tokens += batch.num_answer_tokens
-        self._pace.seconds += self.clock() - start_s
+        self._pace.seconds += time.monotonic() - start_s
         loss = " ".join(f"{value / state.num_losses:.3f}" for value in state.loss_sums)
         stage.advance(batch.num_answer_tokens, f"loss {loss}  {self._pace.tokens_per_s:.0f} tokens/s")
         if before // self.config.eval_tokens < after // self.config.eval_tokens:
             self._evaluate()
-        if self.clock() - self._saved_s >= 60 * self.config.checkpoint_minutes:
+        if time.monotonic() - self._saved_s >= 60 * self.config.checkpoint_minutes:
             self._save(LAST)
-            self._saved_s = self.clock()
+            self._saved_s = time.monotonic()
 
     def _count(self, num_tokens: int, losses: Tensor) -> None:
         state = self._state
@@ -182,7 +181,7 @@ class Trainer:
         )
 
     def _tick(self) -> None:
-        now_s = self.clock()
+        now_s = time.monotonic()
         self._state.seconds += now_s - self._since_s
         self._since_s = now_s
 

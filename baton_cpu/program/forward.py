@@ -217,7 +217,7 @@ class FusedForward:
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
         ids = batch.input_ids
         assert ids.dtype is torch.int64 and ids.is_contiguous(), "what may be filled later cannot be copied now"
-        thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens, batch.max_seq_len)
+        thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens)
         scratch = self._scratch.of(thread_bytes * self._team.num_threads)
         packed = self._packed.of(self._packed_bytes(windows.chunks.num_tokens))
         num_groups, parts_bytes = self._groups(windows.extend_lens, batch.max_seq_len)
@@ -324,7 +324,7 @@ class FusedForward:
             * self._program.dtype.itemsize
         )
 
-    def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...], max_seq_len: int) -> int:
+    def _scratch_bytes(self, num_tokens: int, num_selected: int, extend_lens: tuple[int, ...]) -> int:
         """Returns the bytes of scratch memory that each thread needs, a multiple of 64, for a forward of `num_tokens`
         new tokens. `num_selected` of them need logits, and `extend_lens` says how many new tokens each row has.
         """

@@ -10,13 +10,14 @@ from common.device.stream import Device
 from common.errors import ConfigError, StartupError
 from common.telemetry.timeline import Timeline
 
+_WAIT_TIMEOUT_S = 300.0
+"""For how long a CPU's schedule stream waits for another stream at most."""
 
-def open_device(
-    name: str, *, num_threads: int, wait_timeout_s: float = 300.0, timeline: Timeline | None = None
-) -> Device:
+
+def open_device(name: str, *, num_threads: int, timeline: Timeline | None = None) -> Device:
     """Opens the device `name`: "cpu", "cuda" or "cuda:<index>". It becomes the calling thread's current device.
 
-    Only the CPU uses `num_threads` (of each compute stream) and `wait_timeout_s`. Each stream of the device records its
+    Only the CPU uses `num_threads` (of each compute stream). Each stream of the device records its
     work on the track of `timeline` that has the stream's name. Raises ConfigError for a wrong name or number of
     threads, and StartupError if the device does not work.
     """
@@ -27,7 +28,7 @@ def open_device(
     if torch_device.type == "cpu":
         if num_threads < 1:
             raise ConfigError(f"num_threads: {num_threads} is less than 1")
-        return CpuDevice(num_threads=num_threads, wait_timeout_s=wait_timeout_s, timeline=timeline)
+        return CpuDevice(num_threads=num_threads, wait_timeout_s=_WAIT_TIMEOUT_S, timeline=timeline)
     if torch_device.type != "cuda":
         raise ConfigError(f"device: {name!r} is neither cpu nor cuda")
     index = torch_device.index or 0

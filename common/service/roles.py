@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class RoleSwitch(Roles):
     that the process can have; it begins with the first.
     """
 
-    def __init__(self, roles: Sequence[Role], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, roles: Sequence[Role]) -> None:
         self.roles = tuple(roles)
         self.role = self.roles[0]
         self.changing_to: Role | None = None
@@ -56,7 +56,6 @@ class RoleSwitch(Roles):
         self.leaves = asyncio.Event()
         """Set when the service has to end: its role changes, or the process ends."""
         self.is_ending = False
-        self._clock = clock
         self._ordered_s = 0.0
 
     @property
@@ -81,7 +80,7 @@ class RoleSwitch(Roles):
             return
         self.changing_to, self.last_failure = role, ""
         self.num_orders += 1
-        self._ordered_s = self._clock()
+        self._ordered_s = time.monotonic()
         _log.info("role_changing", role=self.role, to=role)
         self.leaves.set()
 
@@ -103,4 +102,4 @@ class RoleSwitch(Roles):
         Returns the seconds since the order.
         """
         self.changing_to, self.last_failure = None, failure
-        return self._clock() - self._ordered_s
+        return time.monotonic() - self._ordered_s

@@ -20,7 +20,7 @@ MAX_DURATION_S = 60.0
 DEFAULT_DURATION_S = 5.0
 MAX_EVENTS = 1 << 18
 DEFAULT_MAX_EVENTS = 1 << 16
-WRITE_TIMEOUT_S = 10.0
+_WRITE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
 _EVENTS_PER_MESSAGE = 2048
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -45,7 +45,7 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
     """Records the timeline for a caller. Use it from the event loop only; events are encoded on a thread, after the
     recording.
 
-    A caller counts as gone if it reads nothing for `write_timeout_s`, or takes longer than `answer_timeout_s` for the
+    A caller counts as gone if it reads nothing for `_WRITE_TIMEOUT_S`, or takes longer than `answer_timeout_s` for the
     whole answer. Until then no other caller can record, so at most one recording is in memory. The `other` timeline, if
     any, is recorded with it.
     """
@@ -57,7 +57,6 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
         service: str,
         instance_id: str,
         other: OtherTimeline | None = None,
-        write_timeout_s: float = WRITE_TIMEOUT_S,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
         self._is_busy = False
@@ -65,7 +64,6 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
         self._service = service
         self._instance_id = instance_id
         self._other = other
-        self._write_timeout_s = write_timeout_s
         self._answer_timeout_s = answer_timeout_s
 
     async def Record(  # type: ignore[override]  # the asyncio server also takes a coroutine that writes
@@ -125,10 +123,10 @@ class TimelineServicer(timeline_pb2_grpc.TimelineServicer):
 
     async def _write(self, context: Context, response: timeline_pb2.RecordTimelineResponse) -> None:
         try:
-            async with asyncio.timeout(self._write_timeout_s):
+            async with asyncio.timeout(_WRITE_TIMEOUT_S):
                 await context.write(response)
         except TimeoutError:
-            raise RequestCancelled(f"the caller took nothing for {self._write_timeout_s} s") from None
+            raise RequestCancelled(f"the caller took nothing for {_WRITE_TIMEOUT_S} s") from None
 
 
 def _checked(request: timeline_pb2.RecordTimelineRequest) -> tuple[float, int]:

@@ -87,14 +87,12 @@ class LiveRequests(AllLiveRequests):
         max_live: int,
         observer: RequestObserver,
         ageing: Ageing = DEFAULT_AGEING,
-        clock: Callable[[], float] = time.monotonic,
         timeline: Timeline | None = None,
         max_prompt_logprob_bytes: int = MAX_PROMPT_LOGPROB_BYTES,
     ) -> None:
         self._track = (timeline or Timeline()).track(EDGE)
         self._engine = engine
         self._ageing = ageing
-        self._clock = clock
         self._places = FairPlaces(max_live)
         self._logprob_bytes = FairBytes(max_prompt_logprob_bytes)
         # By engine id: the client, and since when it has the place, or None once another request has it
@@ -133,7 +131,7 @@ class LiveRequests(AllLiveRequests):
             raise EngineLost("the engine does not run")
         if request_id in self._by_request_id:
             raise DuplicateRequest(str(request_id))
-        due_s = math.inf if priority is None else self._ageing.due_s(priority, self._clock())
+        due_s = math.inf if priority is None else self._ageing.due_s(priority, time.monotonic())
         try:
             taken_s = self._places.take(client)
         except Full as full:

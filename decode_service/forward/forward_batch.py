@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -16,13 +15,6 @@ from common.grammar.matcher import NOT_FORCED
 from common.kv.pool import KvPool
 from common.sampling.state import SamplingBatch
 from decode_service.speculate.spec_info import SpecInfo
-
-
-class ForwardMode(Enum):
-    """How a batch gets its next tokens."""
-
-    PREBUILT = auto()  # its first tokens came with the handoff: it needs no forward
-    DECODE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,6 @@ class ForwardBatch:
     undrafted: tuple[int, ...]
     forced: Tensor | None
     num_forced: NDArray[np.int64]
-    forward_mode: ForwardMode
 
     @classmethod
     def of(
@@ -92,7 +83,6 @@ class ForwardBatch:
             undrafted=undrafted,
             forced=None if forced is None else device_copy(torch.from_numpy(forced), seq_lens.device),
             num_forced=np.zeros_like(rows) if forced is None else np.count_nonzero(forced != NOT_FORCED, axis=1),
-            forward_mode=ForwardMode.DECODE,
         )
 
     @property

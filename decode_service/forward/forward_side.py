@@ -7,7 +7,7 @@ of padding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,14 +164,13 @@ def record_forwards(
     device: Device,
     stream: Stream,
     timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Recorded:
     """Records the forwards of a step for every batch size of `graphs` and each speculation in `spec_infos`.
 
     Call this before the first request. The largest batch comes first: its intermediate memory is enough for the others.
     Raises PieceFailed if a forward cannot be recorded, and DeviceTimeout if it does not end within `timeout_s`.
     """
-    begin_s, begin_bytes = clock(), graphs.held_bytes()
+    begin_s, begin_bytes = time.monotonic(), graphs.held_bytes()
     with graphs.recording():
         for num_rows in reversed(graphs.batch_sizes):
             for spec_info in spec_infos:
@@ -181,7 +180,7 @@ def record_forwards(
                 output = worker.forward(batch, future_map=future_map, scope=scope, on_publish=lambda new_seq_lens: None)
                 stream.record(scope).synchronize(timeout_s)
                 del output  # kept until here, because the stream reads what the worker made for it
-    return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, clock() - begin_s)
+    return Recorded(graphs.num_graphs, graphs.held_bytes() - begin_bytes, time.monotonic() - begin_s)
 
 
 def padding_batch(num_rows: int, spec_info: SpecInfo, torch_device: torch.device) -> ForwardBatch:

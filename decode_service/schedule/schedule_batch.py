@@ -1,6 +1,6 @@
 """The decode batch on the schedule side. Each forward gets a snapshot of it.
 
-PrebuiltBatch columns ──prepare_for_prebuilt──▶ PREBUILT batch ──process_prebuilt──▶ merge_batch into the running one
+PrebuiltBatch columns ──prepare_for_prebuilt──▶ prebuilt batch ──process_prebuilt──▶ merge_batch into the running one
 running batch ──filter_batch──▶ prepare_for_decode ──snapshot──▶ ForwardBatch, for the worker
 """
 
@@ -20,7 +20,7 @@ from common.grammar.matcher import NOT_FORCED
 from common.kv.pool import KvPool
 from common.sampling.state import SamplingBatch, sampling_needs
 from common.wire.handoff import PrebuiltBatch
-from decode_service.forward.forward_batch import ForwardBatch, ForwardMode, positions_from
+from decode_service.forward.forward_batch import ForwardBatch, positions_from
 from decode_service.schedule.request import Request
 from decode_service.speculate.depth import Depth
 from decode_service.speculate.spec_info import NO_DRAFTS, Unread
@@ -52,7 +52,6 @@ class ScheduleBatch:
         req_pool_indices_cpu: Tensor,
         seq_lens: Tensor,
         seq_lens_cpu: Tensor,
-        forward_mode: ForwardMode,
         sampling_needs: NDArray[np.int64],
     ) -> None:
         self.reqs = reqs
@@ -61,7 +60,6 @@ class ScheduleBatch:
         self.seq_lens = seq_lens
         self.seq_lens_cpu = seq_lens_cpu
         self.sampling_needs = sampling_needs
-        self.forward_mode = forward_mode
         self.out_cache_loc: Tensor | None = None
         self.spec_info = NO_DRAFTS
         self.forced: Mapping[Request, Sequence[int]] = {}
@@ -78,7 +76,6 @@ class ScheduleBatch:
             req_pool_indices_cpu=nothing(host),
             seq_lens=nothing(torch_device),
             seq_lens_cpu=nothing(host),
-            forward_mode=ForwardMode.DECODE,
             sampling_needs=sampling_needs([]),
         )
 
@@ -95,7 +92,6 @@ class ScheduleBatch:
             req_pool_indices_cpu=rows,
             seq_lens=device_copy(seq_lens_cpu, torch_device),
             seq_lens_cpu=seq_lens_cpu,
-            forward_mode=ForwardMode.PREBUILT,
             sampling_needs=sampling_needs([req.sampling for req in reqs]),
         )
 
@@ -194,12 +190,11 @@ class ScheduleBatch:
         if not self.spec_info.has_drafts:
             self.seq_lens = self.seq_lens + 1
             self.seq_lens_cpu = self.seq_lens_cpu + 1
-        self.forward_mode = ForwardMode.DECODE
         return True
 
     def snapshot(self) -> ForwardBatch:
         """Returns the input of the prepared step's forward. It shares no tensor with this batch."""
-        assert self.forward_mode is ForwardMode.DECODE and self.out_cache_loc is not None
+        assert self.out_cache_loc is not None
         return ForwardBatch.of(
             req_pool_indices=self.req_pool_indices,
             rows=self.rows.copy(),

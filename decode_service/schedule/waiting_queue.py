@@ -147,7 +147,6 @@ def _turn(req: Request) -> tuple[float, int]:
 
 Node: TypeAlias = Sharer | str
 """A tenant of a client, or a client."""
-"""A tenant of a client, or a client."""
 
 
 class _Siblings:

@@ -177,20 +177,20 @@ class Sampler:
 
 
 INTERVAL_S = 2.0
-WINDOW_S = 60.0
-IDLE_TIMEOUT_S = 30.0
-TIMEOUT_S = 1.0
+_WINDOW_S = 60.0
+_IDLE_TIMEOUT_S = 30.0
+_TIMEOUT_S = 1.0  # of each look-up and each answer
 FIRST_ROUND_S = 0.5
 """How long the first viewer waits for figures at most. A round takes milliseconds, unless a service does not answer."""
 
 
 class StatusCollector:
-    """Samples the services in rounds, one every `interval_s`, and hands all viewers the same snapshot.
+    """Samples the services in rounds, one every `INTERVAL_S`, and hands all viewers the same snapshot.
 
-    Sampling starts with the first call of `look`, and ends `idle_timeout_s` after the last one; then connections and
+    Sampling starts with the first call of `look`, and ends `_IDLE_TIMEOUT_S` after the last one; then connections and
     samples are dropped. A target is HOST:PORT, dns:///HOST:PORT or file:///PATH, and stands for all addresses found
-    there. `metrics_token` is sent to metrics targets. `timeout_s` limits each look-up and each answer. Construct it in
-    a running event loop, and close it before the loop ends.
+    there. `metrics_token` is sent to metrics targets. Construct it in a running event loop, and close it before the
+    loop ends.
     """
 
     def __init__(
@@ -201,10 +201,6 @@ class StatusCollector:
         open_client: OpenClient,
         metrics_token: str = "",
         look_up: LookUp = look_up,
-        interval_s: float = INTERVAL_S,
-        window_s: float = WINDOW_S,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
-        timeout_s: float = TIMEOUT_S,
         first_round_s: float = FIRST_ROUND_S,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -214,10 +210,6 @@ class StatusCollector:
         self._open_client = open_client
         self._metrics_token = metrics_token
         self._look_up = look_up
-        self._interval_s = interval_s
-        self._window_s = window_s
-        self._idle_timeout_s = idle_timeout_s
-        self._timeout_s = timeout_s
         self._first_round_s = first_round_s
         self._clock = clock
         self._pause = pause
@@ -225,10 +217,6 @@ class StatusCollector:
         self._sampler: Sampler | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._first_round = asyncio.Event()
-
-    @property
-    def is_sampling(self) -> bool:
-        return self._sampling is not None and not self._sampling.done()
 
     def look(self) -> bytes:
         """Returns the `Snapshot` of the last round as JSON, at once. The first call starts the sampling.
@@ -265,11 +253,11 @@ class StatusCollector:
 
     async def _sample(self, sampler: Sampler) -> None:
         try:
-            while self._clock() - self._last_look_s < self._idle_timeout_s:
+            while self._clock() - self._last_look_s < _IDLE_TIMEOUT_S:
                 began_s = self._clock()
                 await sampler.sample()
                 self._first_round.set()
-                await self._pause(max(0.0, began_s + self._interval_s - self._clock()))
+                await self._pause(max(0.0, began_s + INTERVAL_S - self._clock()))
         finally:
             self._first_round.set()
             await sampler.close()
@@ -281,9 +269,9 @@ class StatusCollector:
             open_client=self._open_client,
             metrics_token=self._metrics_token,
             look_up=self._look_up,
-            interval_s=self._interval_s,
-            window_s=self._window_s,
-            timeout_s=self._timeout_s,
+            interval_s=INTERVAL_S,
+            window_s=_WINDOW_S,
+            timeout_s=_TIMEOUT_S,
             clock=self._clock,
         )
 

@@ -82,7 +82,7 @@ MemberT = TypeVar("MemberT", bound=Member)
 
 
 class Members(Generic[MemberT]):
-    """Keeps one member, such as a sampled service, for each address of `targets`; at most `max_members` in all.
+    """Keeps one member, such as a sampled service, for each address of `targets`; at most `MAX_MEMBERS` in all.
 
     `join` makes the member of an address when the address is found. The member is closed when its address is gone.
     """
@@ -94,11 +94,9 @@ class Members(Generic[MemberT]):
         join: Callable[[Address], MemberT],
         look_up: LookUp,
         timeout_s: float,
-        max_members: int = MAX_MEMBERS,
     ) -> None:
         self._targets = [TargetAddresses(target, look_up=look_up, timeout_s=timeout_s) for target in targets]
         self._join = join
-        self._max_members = max_members
         self._by_address: dict[Address, MemberT] = {}
         self._awaited = dict.fromkeys(targets)
 
@@ -141,7 +139,7 @@ class Members(Generic[MemberT]):
         gone = [self._by_address.pop(each) for each in before if each not in target.found and each in self._by_address]
         for address in target.found:
             taken = {each.numeric for each in self._by_address}
-            if address.numeric not in taken and len(taken) < self._max_members:
+            if address.numeric not in taken and len(taken) < MAX_MEMBERS:
                 self._by_address[address] = self._join(address)
         here = [self._by_address[address] for address in target.found if address in self._by_address]
         await asyncio.gather(*(member.close() for member in gone), *(member.sample(now_s) for member in here))
@@ -164,9 +162,8 @@ class ScrapeFailed(Exception):
 class Scraper:
     """Fetches /metrics from services. It ignores proxy settings of the environment and follows no redirect."""
 
-    def __init__(self, *, timeout_s: float, max_bytes: int = MAX_BYTES, token: str = "") -> None:
+    def __init__(self, *, timeout_s: float, token: str = "") -> None:
         self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
         shown = dict(authorization(token)) if token else {}
         self._client = httpx2.AsyncClient(
             timeout=timeout_s,
@@ -197,8 +194,8 @@ class Scraper:
                 raise ScrapeFailed(f"answered {response.status_code}")
             async for part in response.aiter_raw():
                 body += part
-                if len(body) > self._max_bytes:
-                    raise ScrapeFailed(f"more than {self._max_bytes} bytes")
+                if len(body) > MAX_BYTES:
+                    raise ScrapeFailed(f"more than {MAX_BYTES} bytes")
         return body.decode()
 
     async def close(self) -> None:

@@ -47,9 +47,9 @@ def run(
     return done.stdout
 
 
-def succeeds(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> bool:
+def succeeds(command: Sequence[str], *, timeout_s: float) -> bool:
     try:
-        run(command, timeout_s=timeout_s, environment=environment)
+        run(command, timeout_s=timeout_s)
     except CommandFailed:
         return False
     return True

@@ -17,7 +17,6 @@ VARIABLES = {"$__rate_interval": "1m", "$__range": "15m"}
 
 @dataclass(frozen=True)
 class Panel:
-    dashboard: str
     title: str
     queries: Mapping[str, str]
     """The panel's queries, by their legend."""
@@ -31,7 +30,7 @@ def read_panels(directory: Path) -> list[Panel]:
         for panel in dashboard["panels"]:
             queries = {target["legendFormat"]: target["expr"] for target in panel.get("targets", [])}
             if queries:
-                panels.append(Panel(dashboard["title"], panel["title"], queries))
+                panels.append(Panel(panel["title"], queries))
     return panels
 
 

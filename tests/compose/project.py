@@ -46,8 +46,8 @@ class Container:
         assert binding["HostIp"] == "127.0.0.1", binding
         return int(binding["HostPort"])
 
-    def execute(self, *command: str, timeout_s: float = 30) -> str:
-        return run(["docker", "exec", self.id, *command], timeout_s=timeout_s)
+    def execute(self, *command: str) -> str:
+        return run(["docker", "exec", self.id, *command], timeout_s=30)
 
     def crash(self, *, image: str) -> None:
         """Kills the container's process with SIGKILL from outside, as the kernel does when memory runs out. `docker

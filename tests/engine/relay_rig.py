@@ -18,7 +18,6 @@ from common.kv.layer_group import SeedColumnSpec
 from common.kv.pool import KvPool
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import sampling_needs
-from decode_service.forward.forward_batch import ForwardMode
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.messages import Submit
 from decode_service.schedule.request import Request
@@ -38,7 +37,6 @@ def make_batch(rows: Sequence[int], seq_lens: Sequence[int]) -> ScheduleBatch:
         req_pool_indices_cpu=torch.tensor(rows, dtype=torch.int64),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int64),
         seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int64),
-        forward_mode=ForwardMode.DECODE,
         sampling_needs=sampling_needs([sampling] * len(rows)),
     )
 
@@ -102,7 +100,6 @@ def make_relay(
     *,
     device: ScriptedDevice | None = None,
     max_rows: int = 4,
-    relays_lengths: bool = True,
     poisons_consumed_rows: bool = False,
 ) -> Relay:
     device = device or ScriptedDevice()
@@ -112,7 +109,7 @@ def make_relay(
         forward_stream=forward,
         max_rows=max_rows,
         vocab_size=VOCAB_SIZE,
-        relays_lengths=relays_lengths,
+        relays_lengths=True,
         seed_columns=(HIDDEN,),
         poisons_consumed_rows=poisons_consumed_rows,
         wait_timeout_s=0.0,

@@ -43,10 +43,10 @@ def join(messages: list[bytes] | tuple[bytes, ...]) -> bytes:
     return b"".join(len(message).to_bytes(4, "big") + message for message in messages)
 
 
-def split(data: bytes, *, at_most: int = 16) -> list[bytes]:
-    """Splits any input into messages. A message whose length goes beyond the end is cut."""
+def split(data: bytes) -> list[bytes]:
+    """Splits any input into at most 16 messages. A message whose length goes beyond the end is cut."""
     messages, position = [], 0
-    while position < len(data) and len(messages) < at_most:
+    while position < len(data) and len(messages) < 16:
         length = int.from_bytes(data[position : position + 4], "big")
         position += 4
         messages.append(data[position : position + length])

@@ -44,12 +44,12 @@ class SchemaChecks:
         token_ids = self._tokenizer.encode(json.dumps(instance, ensure_ascii=False), adds_special_tokens=False)
         return all(map(matcher.accept, token_ids)) and self._walker.may_end(matcher)
 
-    def wrong_outputs(self, schema: Any, *, num_walks: int, max_tokens: int, seed: int = 0) -> Iterator[str]:
+    def wrong_outputs(self, schema: Any, *, num_walks: int, max_tokens: int) -> Iterator[str]:
         """Draws `num_walks` random outputs under the schema's grammar. Yields those that ended by themselves and do not
         fit the schema.
         """
         validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
-        draw = random.Random(seed)
+        draw = random.Random(0)
         for number in range(num_walks):
             is_hostile = number % 2 == 1
             walk = self._walker.walk(self._matcher(schema), draw, is_hostile=is_hostile, max_tokens=max_tokens)

@@ -48,8 +48,8 @@ def num_matched(tree: PrefixTree, tokens: Sequence[int], namespace: str = "") ->
     return tree.match(array(tokens), namespace).num_tokens
 
 
-def cached_slots(tree: PrefixTree, tokens: Sequence[int], namespace: str = "") -> list[int]:
-    held = tree.hold(array(tokens), namespace, len(tokens))
+def cached_slots(tree: PrefixTree, tokens: Sequence[int]) -> list[int]:
+    held = tree.hold(array(tokens), "", len(tokens))
     slots: list[int] = held.slots().tolist()
     tree.let_go(held)
     return slots

@@ -197,13 +197,13 @@ def key_of(token_ids: Sequence[int]) -> CacheKey:
     return CacheKey(np.array(token_ids), "")
 
 
-def computed(pool: KvPool, token_ids: Sequence[int], *, work: Any = DONE, num_cached: int = 0) -> RowLease:
-    """Returns a row whose tokens were computed in chunks, and left in the prefix cache. `num_cached` of them were there
-    before. The event `work` ends the work that uses the row while its KV is kept.
+def computed(pool: KvPool, token_ids: Sequence[int], *, work: Any = DONE) -> RowLease:
+    """Returns a row whose tokens were computed in chunks, and left in the prefix cache, which had none of them. The
+    event `work` ends the work that uses the row while its KV is kept.
     """
     lease = pool.reserve(len(token_ids), key=key_of(token_ids))
-    assert lease is not None and lease.num_cached == num_cached
-    for start in range(num_cached, len(token_ids), CHUNK_TOKENS):
+    assert lease is not None and lease.num_cached == 0
+    for start in range(0, len(token_ids), CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, len(token_ids))
         pool.extend_windows(one(lease.row), one(stop))
         lease.use_until(work, STREAM)

@@ -155,7 +155,6 @@ def tokenizer_of_a_larger_model(model: Model) -> None:
     model.config(vocab_size=64)
 
 
-QKV = "model.layers.1.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 THIRD_LAYER = {"model.layers.2.input_layernorm.weight": torch.ones(64)}

@@ -80,8 +80,8 @@ def test_a_row_whose_grammar_allows_nothing_is_invalid() -> None:
     assert sample(torch.zeros(1, VOCAB), one, one, state, SamplingBatch.of([request]), masks=masks).is_invalid.all()
 
 
-def matcher_of(text: str, *, kind: GrammarKind = GrammarKind.REGEX) -> Matcher:
-    return grammars_of(VOCAB_SIZE).matcher(Grammar(kind, text))
+def matcher_of(text: str) -> Matcher:
+    return grammars_of(VOCAB_SIZE).matcher(Grammar(GrammarKind.REGEX, text))
 
 
 def mask_after(text: str, token_ids: list[int]) -> list[int]:
@@ -123,8 +123,8 @@ def test_masks_of_a_tree_are_those_of_new_matchers(seed: int) -> None:
 class Limited(Matcher):
     """A matcher that allows everything, and whose copies fail at the token `at`."""
 
-    def __init__(self, at: int, failure: str = "") -> None:
-        self._at, self._failure = at, failure
+    def __init__(self, at: int) -> None:
+        self._at, self._failure = at, ""
 
     @property
     def failure(self) -> str:

@@ -105,20 +105,16 @@ class Case:
         return None
 
 
-def make_cases(
-    model_dir: Path,
-    num_cases: int,
-    *,
-    prompt_lens: range = range(1, 25),
-    output_lens: range = range(8, 73),
-    seed: int = 0,
-) -> list[Case]:
+_PROMPT_LENS, _OUTPUT_LENS = range(1, 25), range(8, 73)
+
+
+def make_cases(model_dir: Path, num_cases: int) -> list[Case]:
     """Returns cases of every relation, output length and kind of sampling. The number of tokens that a prompt adds to
-    what it shares is in `prompt_lens`. Greedy requests with nearly tied choices are left out.
+    what it shares is in `_PROMPT_LENS`. Greedy requests with nearly tied choices are left out.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
     target = load_target(model_dir, device="cpu", dtype="float32")
-    longest = 2 * prompt_lens[-1] + output_lens[-1]
+    longest = 2 * _PROMPT_LENS[-1] + _OUTPUT_LENS[-1]
     pair = InProcessPair(
         target,
         options=PairOptions(overlap=False, context_tokens=longest),
@@ -128,7 +124,7 @@ def make_cases(
         while len(cases) < num_cases:
             number = len(cases)
             sampling: SamplingOptions = {
-                "max_tokens": draw.choice(output_lens),
+                "max_tokens": draw.choice(_OUTPUT_LENS),
                 "ignore_eos": True,
                 "seed": (1 << 62) + number,
                 **KINDS[number % len(KINDS)],
@@ -136,9 +132,9 @@ def make_cases(
             if "regex" in sampling:
                 sampling["ignore_eos"] = False
                 sampling["min_tokens"] = sampling["max_tokens"]
-            own = tuple(draw.randrange(FIRST_ID, target.vocab_size) for _ in range(draw.choice(prompt_lens)))
+            own = tuple(draw.randrange(FIRST_ID, target.vocab_size) for _ in range(draw.choice(_PROMPT_LENS)))
             case = Case(number, own, sampling, (), (), cache_salt=SALTS[number // len(RELATIONS) % len(SALTS)])
-            case = _related(case, cases, RELATIONS[number % len(RELATIONS)], draw, max_tokens=2 * prompt_lens[-1])
+            case = _related(case, cases, RELATIONS[number % len(RELATIONS)], draw, max_tokens=2 * _PROMPT_LENS[-1])
             if (known := _run(pair, model_dir, case)) is not None:
                 cases.append(known)
     finally:

@@ -78,9 +78,9 @@ socket is gone.
 """
 
 
-def frame_faults(seed: int, rate: float = FAULT_RATE) -> FaultPlan:
-    """Returns a plan that damages the share `rate` of all frames. Each kind of fault is equally frequent."""
-    share = rate / len(FRAME_ACTIONS)
+def frame_faults(seed: int) -> FaultPlan:
+    """Returns a plan that damages the share `FAULT_RATE` of all frames. Each kind of fault is equally frequent."""
+    share = FAULT_RATE / len(FRAME_ACTIONS)
     seconds = {Action.DELAY: DELAY_S}
     faults = tuple(
         Fault(point="handoff.frame", action=action, rate=share, seconds=seconds.get(action, 0.0))

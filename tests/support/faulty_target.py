@@ -57,14 +57,14 @@ def is_decode(batch: ForwardInput) -> bool:
 
 
 class FailsFirst:
-    """A predicate of batches that is True for the first `num_times` batches for which `where` is True."""
+    """A predicate of batches that is True for the first batch for which `where` is True."""
 
-    def __init__(self, where: Callable[[ForwardInput], bool], num_times: int = 1) -> None:
+    def __init__(self, where: Callable[[ForwardInput], bool]) -> None:
         self._where = where
-        self._num_left = num_times
+        self._is_over = False
 
     def __call__(self, batch: ForwardInput) -> bool:
-        if not self._num_left or not self._where(batch):
+        if self._is_over or not self._where(batch):
             return False
-        self._num_left -= 1
+        self._is_over = True
         return True

@@ -31,8 +31,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def traced(flags: str = "01") -> HandoffRow:
-    return replace(row(), traceparent=f"{PARENT}-{flags}", attempt=2, num_held_tokens=(("draft", 1), ("target", 1)))
+def traced() -> HandoffRow:
+    return replace(row(), traceparent=f"{PARENT}-01", attempt=2, num_held_tokens=(("draft", 1), ("target", 1)))
 
 
 def segment_of(number: int, num_bytes: int) -> KvSegment:

@@ -37,7 +37,6 @@ BLOCK_KEYS = 512
 """The number of keys that are read at a time. They stay in a core's second-level cache while all queries of an item
 read them.
 """
-_BLOCK_PANELS = BLOCK_KEYS // PANEL_WIDTH
 
 
 def packed_tokens(num_tokens: int) -> int:
