@@ -295,7 +295,7 @@ def memory_beside_pool(settings: DecodeSettings, runtime: Runtime, config: Decod
 
     def step(num_rows: int) -> StepMemory:
         num_tokens = max(num_rows * config.spec_info.num_verify_tokens, config.max_chunk_tokens)
-        recorded = recorded_bytes(num_rows, config.levels, vocab_size=model.vocab_size, state_bytes=state_bytes)
+        recorded = recorded_bytes(num_rows, config.spec_infos, vocab_size=model.vocab_size, state_bytes=state_bytes)
         unread = 0 if draft is None else max(config.max_catch_up_tokens, num_rows) * state_bytes
         return StepMemory(
             num_tokens=num_tokens,

@@ -50,7 +50,7 @@ class ForwardSide:
         cls,
         parts: EngineParts,
         *,
-        levels: Sequence[SpecInfo],
+        spec_infos: Sequence[SpecInfo],
         max_unread: int,
         pool: KvPool,
         drafter: Drafter | None = None,
@@ -60,7 +60,7 @@ class ForwardSide:
     ) -> ForwardSide:
         """Creates the objects, warms the kernels and records the forwards if they are to be replayed.
 
-        `levels` are the speculations of all depths that a step may have, the deepest last. `drafter` proposes the
+        `spec_infos` are the speculations of all depths that a step may have, the deepest last. `drafter` proposes the
         drafts; with None the model's draft head does, if it has one, and leaves fewer than `max_unread` tokens of a row
         unread. With `replays_forwards` the forwards are recorded
         where the device and the attention backend allow it. With `poisons_consumed_rows` the relay detects a token that
@@ -80,7 +80,7 @@ class ForwardSide:
             kernels=parts.draw_kernels,
         )
         model: Target = parts.model if graphs is None else GraphedTarget(parts.model, graphs)
-        speculates = levels[-1].has_drafts
+        speculates = spec_infos[-1].has_drafts
         if drafter is None and speculates:
             assert parts.draft is not None, "who drafts needs a drafter"
             head = parts.draft if graphs is None else GraphedHead(parts.draft, graphs)
@@ -88,7 +88,7 @@ class ForwardSide:
             drafter = kind(
                 head=head,
                 model=model,
-                spec_info=levels[-1],
+                spec_info=spec_infos[-1],
                 max_unread=max_unread,
                 pool=pool,
                 sampling_state=sampling_state,
@@ -115,7 +115,7 @@ class ForwardSide:
         # Recording compiles most kernels but not all: a head catches up on unread tokens without a recorded forward.
         warm_kernels(
             parts,
-            draft_topk=levels[-1].topk,
+            draft_topk=spec_infos[-1].topk,
             pool=pool,
             sampling_state=sampling_state,
             stream=stream,
@@ -126,7 +126,7 @@ class ForwardSide:
             recorded = record_forwards(
                 worker,
                 graphs,
-                spec_infos=levels,
+                spec_infos=spec_infos,
                 future_map=future_map,
                 device=device,
                 stream=stream,

@@ -67,9 +67,9 @@ class DecodeConfig(EngineConfig):
         return max(self.local_prefill_tokens, fallback_tokens, self.least_chunk_tokens)
 
     @property
-    def levels(self) -> Sequence[SpecInfo]:
+    def spec_infos(self) -> Sequence[SpecInfo]:
         """The speculation of each depth that a step may have, the deepest last."""
-        return self.new_depth(self.spec_info).levels
+        return self.new_depth(self.spec_info).spec_infos
 
     def max_unread(self, max_rows: int) -> int:
         """Returns how many unread tokens of a row are too many with `max_rows` rows: the draft head reads before."""

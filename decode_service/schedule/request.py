@@ -296,11 +296,6 @@ class Request:
         return self.phase is Phase.LOCAL_PREFILL
 
     @property
-    def num_held_tokens(self) -> int:
-        """How many of the request's first tokens had their KV here when the request got its row."""
-        return 0 if self.lease is None else self.lease.num_cached
-
-    @property
     def num_kept_tokens(self) -> int:
         """How many of the request's first tokens have their KV in the prefix cache, as far as its row knows."""
         return 0 if self.lease is None else self.lease.num_kept

@@ -112,7 +112,7 @@ class DecodeEngine:
         )
         forward_side = ForwardSide.open(
             parts,
-            levels=self._depth.levels,
+            spec_infos=self._depth.spec_infos,
             max_unread=config.max_unread(size.max_rows),
             pool=self.pool,
             drafter=drafter,

@@ -53,7 +53,7 @@ class Depth(Protocol):
     """The policy that decides how deep the next step drafts."""
 
     @property
-    def levels(self) -> Sequence[SpecInfo]:
+    def spec_infos(self) -> Sequence[SpecInfo]:
         """One SpecInfo for each depth that may be chosen, the deepest last.
 
         `choose` may also return the first one with `leaves_seed` False.
@@ -83,9 +83,9 @@ class FixedDepth:
         self._spec_info = spec_info
 
     @property
-    def levels(self) -> Sequence[SpecInfo]:
-        levels = (self._spec_info.at_depth(0), self._spec_info)
-        return levels if self._spec_info.has_drafts else levels[1:]
+    def spec_infos(self) -> Sequence[SpecInfo]:
+        spec_infos = (self._spec_info.at_depth(0), self._spec_info)
+        return spec_infos if self._spec_info.has_drafts else spec_infos[1:]
 
     def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         return self._spec_info if num_wanted else self._spec_info.at_depth(0)
@@ -122,7 +122,7 @@ class AdaptiveDepth:
 
     def __init__(self, deepest: SpecInfo) -> None:
         self._reads_drafts = deepest.reads_drafts
-        self._levels = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
+        self._spec_infos = [deepest.at_depth(depth) for depth in range(deepest.num_steps + 1)]
         self._acceptance = [_FIRST_ACCEPTANCE] * deepest.num_steps  # of the head's drafts
         self._forced_share = [0.0] * deepest.num_steps  # how often a row's draft of the level is forced
         self._are_forced = Counter[int]()  # maps a number of forced drafts to how many rows of the next step have it
@@ -136,17 +136,17 @@ class AdaptiveDepth:
         self._num_probes = 0
 
     @property
-    def levels(self) -> Sequence[SpecInfo]:
-        return self._levels
+    def spec_infos(self) -> Sequence[SpecInfo]:
+        return self._spec_infos
 
     def choose(self, *, unread: Unread, num_wanted: int, num_forced: NDArray[np.int64]) -> SpecInfo:
         self._probe_is_new = None
         self._are_forced = Counter(num_forced[num_forced > 0].tolist())
         self._are_forced[0] = num_wanted - self._are_forced.total()
         if not num_wanted:
-            return self._levels[0].without_seed()
+            return self._spec_infos[0].without_seed()
         if not self._times.is_known:
-            return self._levels[0]
+            return self._spec_infos[0]
         num_rows = len(unread.num_tokens)
         begin_s = self._begin_s(unread)
         steps = usual_steps = self._expected(num_rows, {0: num_wanted}, self._usual_acceptance, begin_s)
@@ -159,14 +159,14 @@ class AdaptiveDepth:
             probe_s += steps[0].loss_s(steps[best]) if best > 0 else begin_s
         if self._is_due(is_new=is_new, probe_s=probe_s, step_s=steps[best].seconds):
             if probed > 0 and not self._has_seeds:
-                return self._levels[0]
+                return self._spec_infos[0]
             self._probe_is_new = is_new
-            return self._levels[probed]
+            return self._spec_infos[probed]
         if best > 0 and self._has_seeds and not self._follows_probe:
-            return self._levels[best]
+            return self._spec_infos[best]
         if best > 0 or (self._has_seeds and self._best_depth(usual_steps)):
-            return self._levels[0]  # drafts that are not made in this step may pay in the next one
-        return self._levels[0].without_seed()
+            return self._spec_infos[0]  # drafts that are not made in this step may pay in the next one
+        return self._spec_infos[0].without_seed()
 
     @property
     def _usual_acceptance(self) -> list[float]:
