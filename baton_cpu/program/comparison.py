@@ -28,8 +28,8 @@ more of these figures.
 """
 
 _COMPARED = ((0, 5), (5, 1), (6, 1), (7, 40), (47, 20), (67, 1))
-"""The forwards that are compared, as (tokens before, new tokens) of each of two rows: a window (a few new tokens), two
-steps of one token, a chunk (many new tokens), a window, and a step whose attention takes two parts.
+"""The forwards that are compared, as (tokens before, new tokens) of each of two rows: a few new tokens, two steps
+of one token, a chunk (many new tokens), a few again, and a step whose attention takes two parts.
 """
 
 _CHUNK = 40

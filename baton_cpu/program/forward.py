@@ -63,7 +63,7 @@ _OF_BATCH = np.array(
         Call.BUFFERS + 2 * STATES,
     ]
 )
-_OF_WINDOWS = np.array(
+_OF_NEW_TOKENS = np.array(
     [
         Call.STARTS,
         Call.ATTENDED,
@@ -121,11 +121,11 @@ class _ChunkParts:
         )
 
 
-class _Windows:
+class _NewTokens:
     """For each row of a forward: where its new tokens begin, and which tokens they attend.
 
-    A row with at most MAX_QUERIES new tokens is a window, and has a mask. A row with more is a chunk, and has entries
-    in `chunks` instead.
+    A row with at most MAX_QUERIES new tokens has a mask. A row with more is a chunk, and has entries in `chunks`
+    instead.
     """
 
     def __init__(self, batch: ForwardInput) -> None:
@@ -142,7 +142,7 @@ class _Windows:
             *(len(chunks.query_parts), _address(chunks.query_parts)),
             _address(chunks.packed_starts),
         )
-        """The values of a call's words, in the order of _OF_WINDOWS."""
+        """The values of a call's words, in the order of _OF_NEW_TOKENS."""
 
     def are_of(self, batch: ForwardInput) -> bool:
         """Returns whether this object also describes the forward of `batch`, so that it can be used again. Always False
@@ -171,7 +171,7 @@ class FusedForward:
         self._call: NDArray[np.int64] = np.zeros(NUM_CALL_WORDS, np.int64)
         self._call[[Call.COSINES, Call.SINES]] = decoder.cosines.data_ptr(), decoder.sines.data_ptr()
         self._call[Call.NUM_THREADS] = team.num_threads
-        self._windows: _Windows | None = None
+        self._new_tokens: _NewTokens | None = None
         self._buffers: list[Tensor] = []
         self._reserve(1)
         self._scratch, self._packed, self._parts = _Workspace(), _Workspace(), _Workspace()
@@ -211,16 +211,16 @@ class FusedForward:
         logits, states = self._new_buffer(LOGITS, num_selected), self._new_buffer(STATES, num_tokens)
         token_ids = torch.empty(num_selected, dtype=torch.int64)
         are_not_finite = torch.empty(num_selected, dtype=torch.bool)
-        if self._windows is None or not self._windows.are_of(batch):
-            self._windows = _Windows(batch)
-        windows = self._windows
+        if self._new_tokens is None or not self._new_tokens.are_of(batch):
+            self._new_tokens = _NewTokens(batch)
+        new_tokens = self._new_tokens
         assert batch.kv.is_contiguous(), "the kernel writes to the pool itself"
         ids = batch.input_ids
         assert ids.dtype is torch.int64 and ids.is_contiguous(), "what may be filled later cannot be copied now"
-        thread_bytes = self._scratch_bytes(num_tokens, num_selected, windows.extend_lens)
+        thread_bytes = self._scratch_bytes(num_tokens, num_selected, new_tokens.extend_lens)
         scratch = self._scratch.of(thread_bytes * self._team.num_threads)
-        packed = self._packed.of(self._packed_bytes(windows.chunks.num_tokens))
-        num_groups, parts_bytes = self._groups(windows.extend_lens, batch.max_seq_len)
+        packed = self._packed.of(self._packed_bytes(new_tokens.chunks.num_tokens))
+        num_groups, parts_bytes = self._groups(new_tokens.extend_lens, batch.max_seq_len)
         if self._groups_ended.shape[0] < num_rows:
             self._groups_ended = np.zeros(2 * num_rows, np.int64)
         parts = self._parts.of(parts_bytes)
@@ -257,12 +257,12 @@ class FusedForward:
             logits.data_ptr(),
             states.data_ptr(),
         )
-        call[_OF_WINDOWS] = windows.words
+        call[_OF_NEW_TOKENS] = new_tokens.words
         if beside is not None:
             assert beside.dtype == self._program.dtype and beside.shape == (num_tokens, self._program.widths[STREAM])
             beside = beside.contiguous()
             call[Call.BUFFERS + 2 * STREAM] = beside.data_ptr()
-        addressed = (batch.kv, columns, beside, windows, scratch, packed, parts, self._groups_ended, self._buffers)
+        addressed = (batch.kv, columns, beside, new_tokens, scratch, packed, parts, self._groups_ended, self._buffers)
 
         output = ProgramOutput(
             logits,

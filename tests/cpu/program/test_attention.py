@@ -116,8 +116,8 @@ class Attention:
 _ROWS = {
     "a step": [(2 * PART_TOKENS + 20, 1)],
     "a first token": [(0, 1)],
-    "a window over two parts": [(PART_TOKENS - 2, 5)],
-    "windows of several lengths": [(PART_TOKENS - 1, 3), (5, 1), (3 * PART_TOKENS - 4, 9), (0, 2)],
+    "few tokens over two parts": [(PART_TOKENS - 2, 5)],
+    "few tokens of several lengths": [(PART_TOKENS - 1, 3), (5, 1), (3 * PART_TOKENS - 4, 9), (0, 2)],
     "more rows than threads share": [(place * 15, 1) for place in range(12)],
 }
 

@@ -65,8 +65,8 @@ _SHAPES = {
     "a chunk": [(0, 17)],
     "rows of several lengths": [(4, 3), (0, 1), (9, 5)],
     "rows of several parts": [(150, 1), (3, 1), (PART_TOKENS, 1), (PART_TOKENS - 1, 1)],
-    "windows over two parts": [(PART_TOKENS - 3, 8), (2 * PART_TOKENS - 8, 8), (10, 8)],
-    "a window over two parts": [(PART_TOKENS - 5, 20)],
+    "few tokens over two parts": [(PART_TOKENS - 3, 8), (2 * PART_TOKENS - 8, 8), (10, 8)],
+    "more tokens over two parts": [(PART_TOKENS - 5, 20)],
 }
 _TREES = {
     "a tree": [(5, 4), (2, 4)],
