@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton_cpu.compiler.jit import Kernel, exp, jit, prefetch
 from baton_cpu.compiler.kernel_cache import compiled
-from baton_cpu.compiler.numbers import NumberFormat, number_format, read, rounded
+from baton_cpu.compiler.numbers import NumberFormat, number_format, read, rounded_as_torch
 from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, LayerAttention
 from common.attention.fp8_kv import FP8_BITS
 from common.attention.torch_attention import ExtendPlan, with_kv_heads
@@ -296,7 +296,7 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                 for h in range(num_kv_heads):
                     for g in range(num_shared):
                         for d in range(head_dim):
-                            outputs[first + m, h * num_shared + g, d] = rounded(output[h, m, g, d], outputs)
+                            outputs[first + m, h * num_shared + g, d] = rounded_as_torch(output[h, m, g, d], outputs)
 
     kv_numpy_dtype = number_format(kv_dtype).numpy_dtype
     heads = np.zeros((1, num_kv_heads * num_shared, head_dim), number_format(dtype).numpy_dtype)

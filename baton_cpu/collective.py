@@ -22,7 +22,7 @@ from torch import Tensor
 from baton_cpu.compiler.jit import Kernel, jit
 from baton_cpu.compiler.kernel_cache import compiled
 from baton_cpu.compiler.memory import load_word, pause, pointer, store_word, yield_core
-from baton_cpu.compiler.numbers import number_format, read, rounded
+from baton_cpu.compiler.numbers import number_format, read, rounded_as_torch
 from common.model.part import MemberLost
 
 _array_at = cast("Kernel", numba.carray)  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def _sum_kernel(dtype: torch.dtype) -> Kernel:
             if num_ranks == 2:
                 second = _array_at(pointer(_space(base, 1, num_ranks, num_copies)), stop - start, numpy_dtype)
                 for i in range(stop - start):
-                    values[start + i] = rounded(read(first[i]) + read(second[i]), values)
+                    values[start + i] = rounded_as_torch(read(first[i]) + read(second[i]), values)
             else:
                 total = np.empty(stop - start, np.float32)
                 for i in range(stop - start):
@@ -136,7 +136,7 @@ def _sum_kernel(dtype: torch.dtype) -> Kernel:
                     for i in range(stop - start):
                         total[i] += read(theirs[i])
                 for i in range(stop - start):
-                    values[start + i] = rounded(total[i], values)
+                    values[start + i] = rounded_as_torch(total[i], values)
             num_copies += 1
         return np.int64(num_copies)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from baton_cpu.compiler.jit import Kernel
 from baton_cpu.compiler.kernel_cache import compiled
-from baton_cpu.compiler.numbers import number_format, read, rounded
+from baton_cpu.compiler.numbers import number_format, read, rounded_as_torch
 from common.model.blocks import NORMS
 from common.model.replace import replace_modules
 
@@ -60,5 +60,5 @@ def _normalise(x, weight, epsilon, output):
             total += number * number
         factor = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + np.float32(epsilon))
         for i in range(x.shape[1]):
-            normalised = read(rounded(read(x[t, i]) * factor, output))
-            output[t, i] = rounded(read(weight[i]) * normalised, output)
+            normalised = read(rounded_as_torch(read(x[t, i]) * factor, output))
+            output[t, i] = rounded_as_torch(read(weight[i]) * normalised, output)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_cpu.compiler.jit import Kernel
 from baton_cpu.compiler.kernel_cache import compiled
-from baton_cpu.compiler.numbers import number_format, read, rounded
+from baton_cpu.compiler.numbers import number_format, read, rounded_as_torch
 
 
 def rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -40,7 +40,7 @@ def _rotate(x, cosines, sines, output):
         for h in range(x.shape[1]):
             for d in range(half):
                 first, second = read(x[t, h, d]), read(x[t, h, half + d])
-                output[t, h, d] = rounded(first * read(cosines[t, d]) - second * read(sines[t, d]), output)
-                output[t, h, half + d] = rounded(
+                output[t, h, d] = rounded_as_torch(first * read(cosines[t, d]) - second * read(sines[t, d]), output)
+                output[t, h, half + d] = rounded_as_torch(
                     second * read(cosines[t, half + d]) + first * read(sines[t, half + d]), output
                 )

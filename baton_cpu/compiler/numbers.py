@@ -82,7 +82,7 @@ def _read(_context, number):
 
 
 @intrinsic
-def _rounded(_context, number, like):
+def _rounded_as_torch(_context, number, like):
     def generate(_target, builder, _signature, arguments):
         return narrowed(builder, like.dtype, arguments[0])
 
@@ -91,9 +91,9 @@ def _rounded(_context, number, like):
 
 read = cast("Kernel", _read)
 """`read(element)`, for kernels: returns the element as a float32."""
-rounded = cast("Kernel", _rounded)
-"""`rounded(number, like)`, for kernels: rounds a float32 to an element of `like`'s dtype. It rounds to the nearest,
-ties to even, as PyTorch does. A NaN stays a NaN.
+rounded_as_torch = cast("Kernel", _rounded_as_torch)
+"""`rounded_as_torch(number, like)`, for kernels: rounds a float32 to an element of `like`'s dtype. It rounds to the
+nearest, ties to even, as PyTorch does. A NaN stays a NaN.
 """
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from baton_cpu.compiler.jit import Kernel, exp, jit
-from baton_cpu.compiler.numbers import number_format, read, rounded
+from baton_cpu.compiler.numbers import number_format, read, rounded_as_torch
 
 HALVES = [torch.bfloat16, torch.float16]
 
 
 @jit
 def rounded_number(number, like):  # type: ignore[no-untyped-def]
-    return rounded(number, like)
+    return rounded_as_torch(number, like)
 
 
 @jit
