@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 from torch import Tensor
 
 from common.attention import triton_kernels
@@ -82,10 +83,10 @@ class Tiles:
         Returns None if no tile fits into `shared_bytes` or into registers. If a tile is known to spill registers, this
         chooses a smaller tile, or more warps. float32 needs the most registers, because tensor cores would round it.
         """
-        fewest = max(_MIN_BLOCK, _power_of_two(num_shared))
+        fewest = max(_MIN_BLOCK, triton.next_power_of_2(num_shared))
         row_bytes = dim_block * itemsize
         most = 64 if itemsize == 2 and row_bytes <= 256 else 32 if row_bytes <= 1024 else _MIN_BLOCK
-        query_block = max(fewest, min(most, _power_of_two(num_pairs)))
+        query_block = max(fewest, min(most, triton.next_power_of_2(num_pairs)))
         num_sums = query_block * dim_block
         if itemsize == 2:
             token_block = 64 if row_bytes <= 256 and query_block <= (32 if fp8_kv else 64) else 32
@@ -132,7 +133,8 @@ class HeadShape:
 
     @property
     def dim_block(self) -> int:
-        return max(_MIN_BLOCK, _power_of_two(self.head_dim))
+        block: int = triton.next_power_of_2(self.head_dim)
+        return max(_MIN_BLOCK, block)
 
 
 class TritonAttention:
@@ -389,7 +391,7 @@ class _TritonPlan:
                 constants={
                     "TOKEN_SIZE": size,
                     "HEAD_DIM": head_dim,
-                    "BLOCK": _power_of_two(size),
+                    "BLOCK": triton.next_power_of_2(size),
                     "OVERLAPS": self._overlaps,
                 },
                 overlaps=self._overlaps,
@@ -415,7 +417,3 @@ def _with_adjacent_numbers(heads: Tensor) -> Tensor:
     require.
     """
     return heads if heads.stride(2) == 1 or heads.shape[2] == 1 else heads.contiguous()
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

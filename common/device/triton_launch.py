@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
+
+_ALIGNMENT = 16
 
 
 class Kernel:
@@ -81,3 +84,8 @@ class Launch:
 
 Launcher = Callable[[Launch], None]
 """A function that receives launches: `Launch.run`, or one that only collects them."""
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Returns `x`, or a copy where it is not contiguous or not aligned to 16 bytes, as some kernels require."""
+    return x if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from common.device.triton_launch import Launch, Launcher, device_function, kernel
+from common.device.triton_launch import Launch, Launcher, aligned, device_function, kernel
 
 _GATE_BLOCK = 1024
 _MANY_INPUTS = 8192
-_ALIGNMENT = 16
 
 
 @device_function
@@ -243,7 +243,7 @@ class Tile:
             output_block, input_block, num_warps = 2, 2048, 4
         else:
             output_block, input_block, num_warps = 2, 1024, 2
-        return cls(output_block, min(2 * input_block // itemsize, _power_of_two(num_inputs)), num_warps)
+        return cls(output_block, min(2 * input_block // itemsize, triton.next_power_of_2(num_inputs)), num_warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,13 +278,13 @@ class LayerKernels:
 
     def _norm(self, x: Tensor, added: Tensor | None, by: Norm, total: Tensor, output: Tensor) -> None:
         num_tokens, width = x.shape
-        block = _power_of_two(width)
+        block = triton.next_power_of_2(width)
         self._run(
             norm,
             (num_tokens,),
             {
-                "x": _aligned(x),
-                "added": x if added is None else _aligned(added),
+                "x": aligned(x),
+                "added": x if added is None else aligned(added),
                 "weight": by.weight,
                 "total": total,
                 "output": output,
@@ -329,7 +329,7 @@ class LayerKernels:
                 "TOKEN_SIZE": num_heads * head_dim,
                 "NUM_QUERY_HEADS": num_query_heads,
                 "HEAD_DIM": head_dim,
-                "HALF_BLOCK": _power_of_two(head_dim // 2),
+                "HALF_BLOCK": triton.next_power_of_2(head_dim // 2),
                 "HAS_NORM": norms is not None,
             },
             num_warps=1,
@@ -339,7 +339,7 @@ class LayerKernels:
         """Returns silu(gate) * up [T, width] for `joined` [T, 2 * width], whose first half holds the gates."""
         num_tokens, width = joined.shape[0], joined.shape[1] // 2
         output = torch.empty((num_tokens, width), dtype=joined.dtype, device=joined.device)
-        block = min(_GATE_BLOCK, _power_of_two(width))
+        block = min(_GATE_BLOCK, triton.next_power_of_2(width))
         self._run(
             gate,
             (num_tokens, -(-width // block)),
@@ -372,11 +372,11 @@ class LayerKernels:
             multiply,
             (-(-num_outputs // tile.output_block),),
             {
-                "x": _aligned(x),
+                "x": aligned(x),
                 "weight": weight,
                 "bias": weight if bias is None else bias,
                 "norm_weight": weight if norm is None else norm.weight,
-                "added": x if added is None else _aligned(added),
+                "added": x if added is None else aligned(added),
                 "output": output,
                 "epsilon": 0.0 if norm is None else norm.epsilon,
             },
@@ -413,12 +413,3 @@ class LayerKernels:
                 overlaps=self._overlaps,
             )
         )
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Returns `x`, or a copy where it is not contiguous or not aligned to 16 bytes, as the kernels require."""
-    return x if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -17,13 +17,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from common.device.triton_launch import Kernel, Launch, Launcher, device_function, kernel
+from common.device.triton_launch import Kernel, Launch, Launcher, aligned, device_function, kernel
 from common.sampling.params import MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS_ENTRIES
 from common.sampling.state import FLOAT_OPTIONS, Ancestors, DrawKernels, SamplingState
 
 _BLOCK = 4096
 _NUM_WARPS = 16
-_ALIGNMENT = 16
 
 
 @device_function
@@ -329,7 +328,7 @@ class TritonDraws(DrawKernels):
         token_ids, is_invalid = _outputs(logits)
         known = ancestors if ancestors is not None and ancestors.token_ids.shape[1] else None
         self._run(
-            _aligned(logits),
+            aligned(logits),
             rows,
             positions,
             state,
@@ -351,13 +350,13 @@ class TritonDraws(DrawKernels):
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
         chosen, is_invalid = _outputs(logits)
-        self._draft(_aligned(logits), token_ids, rows, positions, state, chosen, is_invalid, is_chosen=True)
+        self._draft(aligned(logits), token_ids, rows, positions, state, chosen, is_invalid, is_chosen=True)
         return chosen
 
     def couple(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor:
-        logits = _aligned(logits)
+        logits = aligned(logits)
         self._draft(logits, token_ids, rows, positions, state, rows, state.in_prompt, is_chosen=False)
         return logits
 
@@ -445,9 +444,3 @@ def _outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
     num_rows = logits.shape[0]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     return token_ids, torch.empty(num_rows, dtype=torch.bool, device=logits.device)
-
-
-def _aligned(logits: Tensor) -> Tensor:
-    """Returns `logits`, or a copy where they are not contiguous or not aligned to 16 bytes, as the kernel requires."""
-    logits = logits.contiguous()
-    return logits.clone() if logits.data_ptr() % _ALIGNMENT else logits
