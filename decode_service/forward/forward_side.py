@@ -62,10 +62,9 @@ class ForwardSide:
 
         `spec_infos` are the speculations of all depths that a step may have, the deepest last. `drafter` proposes the
         drafts; with None the model's draft head does, if it has one, and leaves fewer than `max_unread` tokens of a row
-        unread. With `replays_forwards` the forwards are recorded
-        where the device and the attention backend allow it. With `poisons_consumed_rows` the relay detects a token that
-        is read twice. `wait_timeout_s` limits each wait for the forward stream. Raises PieceFailed if the forwards
-        should be recorded and cannot be.
+        unread. With `replays_forwards` the forwards are recorded where the device and the attention backend allow it.
+        With `poisons_consumed_rows` the relay detects a token that is read twice. `wait_timeout_s` limits each wait for
+        the forward stream. Raises PieceFailed if the forwards should be recorded and cannot be.
         """
         device, max_rows = parts.device, pool.rows.max_rows
         recorder = parts.model.recorder(device.graphs) if replays_forwards and device.graphs is not None else None
