@@ -36,8 +36,9 @@ class Prompt:
     """The engine's record of one prompt, which is the row with index `index` in the OpenCall of `call_id`.
 
     `due_s` is when the prompt is due by its priority. Waiting improves the priority, at most to `best_level`
-    (common/priority.py). Prompts of equal priority are ordered by `tag`, in tokens (`PromptLives.in_turn`). If another
-    prompt waits for this one's KV, this one takes that prompt's place in turn where it is better.
+    (common/priority.py). Prompts of equal priority are ordered by tags, in tokens (`PromptLives.in_turn`); `tag` is the
+    one with which this prompt began. If another prompt waits for this one's KV, this one takes that prompt's place in
+    turn where it is better.
 
     `num_launched_tokens` counts the tokens of `row.token_ids` that were given to a forward or found in the prefix
     cache. `num_kept_tokens` counts those whose KV was found in the cache or added to it; while the prompt is queued,
@@ -57,7 +58,7 @@ class Prompt:
     lease: RowLease | None = None
     num_launched_tokens: int = 0
     num_kept_tokens: int = 0
-    awaited: AwaitedKv | None = None
+    awaited: AwaitedKv[Prompt] | None = None
     matcher: Matcher | None = None
     started_s: float = 0.0
     tag: int = 0
@@ -76,8 +77,9 @@ class Prompt:
 
     @property
     def next_tag(self) -> int:
-        """The tag at the prompt's next token to compute (`PromptLives.in_turn`)."""
-        return self.tag if self.lease is None else self.tag + self.num_launched_tokens - self.lease.num_cached
+        """The tag at the next token to compute of a prompt that holds a row."""
+        assert self.lease is not None
+        return self.tag + self.num_launched_tokens - self.lease.num_cached
 
     @property
     def num_tokens(self) -> int:
@@ -141,11 +143,19 @@ RULES: Mapping[PromptPhase, PhaseRule[PromptPhase]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTurn:
+    """A prompt in the order of service, with its tag."""
+
+    prompt: Prompt
+    tag: int
+
+
 class PromptLives:
     """Holds the live prompts of each phase, in the order in which they entered it, and moves prompts between phases.
 
-    Only the engine thread calls it. It is the only writer of a prompt's phase and lease. `ended` is called when a
-    prompt ends, before its row is released. `ageing` says how waiting changes priorities.
+    Only the engine thread calls it. It is the only writer of a prompt's phase and lease, and of its place in turn.
+    `ended` is called when a prompt ends, before its row is released. `ageing` says how waiting changes priorities.
     """
 
     def __init__(self, pool: KvPool, *, ageing: Ageing, ended: Callable[[Prompt], None]) -> None:
@@ -163,8 +173,8 @@ class PromptLives:
     def in_phase(self, phase: PromptPhase) -> list[Prompt]:
         return list(self._members[phase])
 
-    def in_turn(self, phase: PromptPhase, now_s: float) -> list[Prompt]:
-        """Returns the prompts in `phase` in the order of service at `now_s`, a time of the engine's clock.
+    def in_turn(self, phase: PromptPhase, now_s: float) -> list[PromptTurn]:
+        """Returns the prompts that are QUEUED or COMPUTING, in the order of service at `now_s` by the engine's clock.
 
         Prompts of a better level go first. The level is the priority, which waiting improves, but not beyond 0. Prompts
         of one level go in the order of their tags (start-time fair queueing), and with equal tags the one with fewer
@@ -173,23 +183,48 @@ class PromptLives:
         with the tokens that are computed. So all clients get equally many tokens computed, and a new client need not
         wait for the others' queued prompts. One client's prompts are in the order in which they are due.
         """
-        prompts = sorted(self._members[phase], key=lambda prompt: prompt.due_s)
-        if phase is PromptPhase.QUEUED:
-            computing = self._members[PromptPhase.COMPUTING]
-            present = min([prompt.next_tag for prompt in computing], default=self._present)
-            ends = {client: end for client, end in self._ends.items() if end > present}
-            self._ends = dict(ends)
-            for prompt in prompts:
-                prompt.tag = ends.get(prompt.client, present)
-                ends[prompt.client] = prompt.tag + prompt.num_uncomputed
+        turns: list[PromptTurn] = []
+        present, ends = self._present_tag(), dict(self._ends)
+        for prompt in sorted(self._members[phase], key=lambda prompt: prompt.due_s):
+            if phase is PromptPhase.QUEUED:
+                tag = max(present, ends.get(prompt.client, present))
+                ends[prompt.client] = tag + prompt.num_uncomputed
+            else:
+                tag = prompt.next_tag
+            turns.append(PromptTurn(prompt, tag))
         return sorted(
-            prompts,
-            key=lambda each: (
-                self._ageing.level(each.due_s, now_s=now_s, best=each.best_level),
-                each.next_tag,
-                each.num_left,
+            turns,
+            key=lambda turn: (
+                self._ageing.level(turn.prompt.due_s, now_s=now_s, best=turn.prompt.best_level),
+                turn.tag,
+                turn.prompt.num_left,
             ),
         )
+
+    def _present_tag(self) -> int:
+        return min([prompt.next_tag for prompt in self._members[PromptPhase.COMPUTING]], default=self._present)
+
+    def wait_for(self, turn: PromptTurn, awaited: AwaitedKv[Prompt] | None) -> None:
+        """Notes which KV a queued prompt waits for, None if it waits for none.
+
+        The prompt that brings it takes the waiting one's place in turn, where that is better. Else prompts that come
+        between them would hold up both.
+        """
+        prompt = turn.prompt
+        if awaited is not None and awaited is not prompt.awaited:
+            source = awaited.source
+            source.due_s, source.best_level = min(source.due_s, prompt.due_s), min(source.best_level, prompt.best_level)
+            source.tag -= max(0, source.next_tag - turn.tag)
+        prompt.awaited = awaited
+
+    def begin(self, turn: PromptTurn, lease: RowLease) -> None:
+        """Gives a queued prompt its row, `lease`, so that it is computed from now on."""
+        prompt, present = turn.prompt, self._present_tag()
+        prompt.tag = turn.tag
+        self._ends = {client: end for client, end in self._ends.items() if end > present}
+        self._ends[prompt.client] = turn.tag + prompt.num_uncomputed
+        self.enter(prompt, PromptPhase.COMPUTING, lease=lease)
+        prompt.num_launched_tokens = prompt.num_kept_tokens = lease.num_cached
 
     def num_in(self, phase: PromptPhase) -> int:
         return len(self._members[phase])
@@ -205,8 +240,6 @@ class PromptLives:
         self._members[prompt.phase].pop(prompt, None)
         if prompt.phase is PromptPhase.COMPUTING:
             self._present = max(self._present, prompt.next_tag)
-        if phase is PromptPhase.COMPUTING:
-            self._ends[prompt.client] = prompt.tag + prompt.num_uncomputed
         if lease is not None:
             assert prompt.lease is None, f"row {prompt.index} holds a row of the pool already"
             prompt.lease = lease

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from common.kv.pool import CacheKey, KvPool
 
@@ -33,11 +33,14 @@ class KvSource(Protocol):
         """Whether the prompt's KV enters the cache in chunks, from the first tokens on, and not all at the end."""
 
 
+SourceT = TypeVar("SourceT", bound=KvSource)
+
+
 @dataclass(frozen=True, slots=True)
-class AwaitedKv:
+class AwaitedKv(Generic[SourceT]):
     """KV that a prompt waits for: that of its first `num_tokens` tokens, which `source` brings to the prefix cache."""
 
-    source: KvSource
+    source: SourceT
     num_tokens: int
 
     @property
@@ -47,8 +50,8 @@ class AwaitedKv:
 
 
 def awaited_kv(
-    pool: KvPool, key: CacheKey | None, sources: Iterable[KvSource], *, is_received: bool = False
-) -> AwaitedKv | None:
+    pool: KvPool, key: CacheKey | None, sources: Iterable[SourceT], *, is_received: bool = False
+) -> AwaitedKv[SourceT] | None:
     """Returns the KV that a prompt with `key` should wait for before it gets a row, or None if it should not wait.
 
     It waits for the source that brings the most KV that the cache lacks now, if that is the KV of at least a quarter of

@@ -61,7 +61,7 @@ class Later:
     """
 
     num_tokens: int
-    awaited: AwaitedKv | None
+    awaited: AwaitedKv[Request] | None
 
 
 @dataclass(frozen=True, slots=True)

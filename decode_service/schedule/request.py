@@ -152,7 +152,7 @@ class Request:
     num_cached_tokens: int | None = None
     num_scored: int = 1
     began_cached: bool = False
-    awaited: AwaitedKv | None = None
+    awaited: AwaitedKv[Request] | None = None
     avoid_replica: str = ""
     num_uncomputed_tokens: int = 0
     not_before_s: float = 0.0

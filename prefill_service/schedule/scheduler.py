@@ -26,7 +26,7 @@ from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize
 from common.kv.prefix_tree import PrefixTree
 from common.kv.shared_pool import SharedPool
-from common.prompts.awaited_kv import awaited_kv
+from common.prompts.awaited_kv import AwaitedKv, awaited_kv
 from common.prompts.chunk_batch import Chunk, ChunkBatch
 from common.prompts.computing import ChunksInFlight, FirstTokens, PromptChunks
 from common.prompts.worker import Meanwhile
@@ -284,7 +284,7 @@ class PrefillEngine:
 
     def _shed_last(self) -> str:
         """Refuses the queued prompt that is last in turn, maybe the one that has just come. Returns its call's id."""
-        last = self._lives.in_turn(PromptPhase.QUEUED, self._clock())[-1]
+        last = self._lives.in_turn(PromptPhase.QUEUED, self._clock())[-1].prompt
         self._fail(last, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
         return last.call_id
 
@@ -298,8 +298,12 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
         self._lacks_room = False
-        for prompt in self._lives.in_turn(PromptPhase.QUEUED, self._clock()):
-            if self._waits(prompt):
+        for turn in self._lives.in_turn(PromptPhase.QUEUED, self._clock()):
+            prompt = turn.prompt
+            if prompt.sampling.is_constrained and prompt.matcher is None:
+                continue
+            self._lives.wait_for(turn, self._kv_to_await(prompt))
+            if prompt.awaited is not None:
                 continue
             lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key, uses_cached=not prompt.is_scored)
             if lease is None:
@@ -307,32 +311,23 @@ class PrefillEngine:
                 # the KV is there.
                 self._lacks_room = True
                 return
-            self._lives.enter(prompt, PromptPhase.COMPUTING, lease=lease)
-            prompt.num_launched_tokens = prompt.num_kept_tokens = lease.num_cached
+            self._lives.begin(turn, lease)
             prompt.started_s = self._clock()
             if prompt.is_traced:
                 self._outbox.post(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
 
-    def _waits(self, prompt: Prompt) -> bool:
-        """Returns whether the prompt should wait for its matcher, or for KV that another prompt computes now."""
-        if prompt.sampling.is_constrained and prompt.matcher is None:
-            return True
+    def _kv_to_await(self, prompt: Prompt) -> AwaitedKv[Prompt] | None:
+        """Returns the KV that the prompt should wait for, because another one computes it now; None if it need not."""
         if prompt.awaited is not None and not prompt.awaited.is_over:
-            return True
-        computing = self._lives.in_phase(PromptPhase.COMPUTING)
-        prompt.awaited = awaited_kv(self.pool, prompt.usable_key, computing) if self.pool.num_free_rows else None
-        if prompt.awaited is None:
-            return False
-        source = next(each for each in computing if each is prompt.awaited.source)
-        # Else prompts that come between them would hold up both
-        source.due_s, source.best_level = min(source.due_s, prompt.due_s), min(source.best_level, prompt.best_level)
-        source.tag -= max(0, source.next_tag - prompt.tag)
-        return True
+            return prompt.awaited
+        if not self.pool.num_free_rows:
+            return None
+        return awaited_kv(self.pool, prompt.usable_key, self._lives.in_phase(PromptPhase.COMPUTING))
 
     @recorded("launch")
     def _launch(self) -> _Step | None:
         computing = self._lives.in_turn(PromptPhase.COMPUTING, self._clock())
-        chunks = self._chunks.cut([prompt for prompt in computing if self._may_go_on(prompt)])
+        chunks = self._chunks.cut([turn.prompt for turn in computing if self._may_go_on(turn.prompt)])
         if not chunks:
             return None
         layers_per_event = self._layers_per_event(chunks)

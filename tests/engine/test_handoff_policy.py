@@ -144,7 +144,7 @@ def test_what_is_needed_leaves_room_for_those_who_wait() -> None:
     assert isinstance(alone, HandOver) and alone.need.num_spared == 0
     awaiting = policy().decide(waiting(awaited=_OnItsWay()), Spared(), NOW_S)
     assert isinstance(awaiting, Later) and awaiting.num_tokens == PROMPT_LEN - _OnItsWay.num_tokens
-    assert cast(AwaitedKv, awaiting.awaited).num_tokens == 12
+    assert cast(AwaitedKv[Any], awaiting.awaited).num_tokens == 12
 
 
 def test_a_request_waits_for_kv_that_another_one_brings() -> None:
