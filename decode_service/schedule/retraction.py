@@ -66,12 +66,14 @@ class Retraction:
         """
         now_s = self._clock()
         for place, each in enumerate(short):
-            if self._reclaim_after_s and now_s - each.req.since_s >= self._reclaim_after_s:
-                if giving_way := self._giving_way(running, each, now_s, is_first=place == 0):
-                    for req in giving_way:
-                        self._retract(running, req)
-                    return
-                self._shares.look(self._lives.holding, now_s)
+            if not self._reclaim_after_s or now_s - each.req.since_s < self._reclaim_after_s:
+                continue
+            if giving_way := self._giving_way(running, each, now_s, is_first=place == 0):
+                for req in giving_way:
+                    assert req.lease is not None
+                    self._shares.gives(req.sharer, req.lease.num_tokens)
+                    self._retract(running, req)
+                return
 
     def _giving_way(self, running: ScheduleBatch, short: RowNeed, now_s: float, *, is_first: bool) -> Sequence[Request]:
         """Returns the requests that give way to a waiting one: none if all would not be enough, or none need to."""
@@ -88,6 +90,7 @@ class Retraction:
         if not others:
             return ()
         num_cached = self._pool.num_cached(short.key, is_received=short.is_received)
+        shares = self._shares.copy()  # as if those that give way had done so
         leaving: list[RowLease] = []
         giving_way: list[Request] = []
         while not self._pool.has_room(
@@ -101,16 +104,16 @@ class Retraction:
                 each
                 for each in others
                 if each.lease is not None
-                and self._shares.gives_way(each.sharer, each.lease.num_tokens, req.sharer, short.num_tokens)
+                and shares.gives_way(each.sharer, each.lease.num_tokens, req.sharer, short.num_tokens)
             ]
             if not others:
                 return ()
-            last = self._last_of(others, now_s)
+            last = self._last_of(others, shares, now_s)
             assert last.lease is not None
             others.remove(last)
             giving_way.append(last)
             leaving.append(last.lease)
-            self._shares.gives(last.sharer, last.lease.num_tokens)
+            shares.gives(last.sharer, last.lease.num_tokens)
         return giving_way
 
     def requeue_left(self) -> None:
@@ -136,10 +139,10 @@ class Retraction:
         """Retracts the last request in turn that holds slots, whether its prompt is being computed or it is running."""
         now_s = self._clock()
         self._shares.look(self._lives.holding, now_s)
-        self._retract(running, self._last_of([*running.reqs, *self._lives.bringing_kv], now_s))
+        self._retract(running, self._last_of([*running.reqs, *self._lives.bringing_kv], self._shares, now_s))
 
-    def _last_of(self, reqs: Sequence[Request], now_s: float) -> Request:
-        return max(reqs, key=lambda req: (self._level(req, now_s), self._shares.standing(req.sharer), req.turn))
+    def _last_of(self, reqs: Sequence[Request], shares: Shares, now_s: float) -> Request:
+        return max(reqs, key=lambda req: (self._level(req, now_s), shares.standing(req.sharer), req.turn))
 
     def _retract(self, running: ScheduleBatch, req: Request) -> None:
         self.num_retractions += 1

@@ -4,6 +4,7 @@ gives one up, by what each holds of the pool and has held.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 from bisect import bisect_left, insort
@@ -57,9 +58,9 @@ class WaitingQueue:
     def in_turn(self, now_s: float) -> Iterator[Request]:
         """Yields each waiting request once, in the order of handoff at `now_s`, a time of the engine's clock.
 
-        If a yielded request is still in the queue when the next one is taken, its client keeps its turn. But if that
-        request waits for another one's KV, others have their turns before the tenant's next request. So many requests
-        with one beginning hold up nobody else.
+        If the caller starts a yielded request, it calls `started` before it takes the next one. Else the request's
+        client keeps its turn. But if that request waits for another one's KV, others have their turns before the
+        tenant's next request. So many requests with one beginning hold up nobody else.
         """
         lines = {(client, tenant): deque(line) for client, own in self._lines.items() for tenant, line in own.items()}
         places = itertools.count()
@@ -92,16 +93,19 @@ class WaitingQueue:
             yield req
             if req.phase is not Phase.QUEUE:
                 place, client_place = next(places), next(places)
-                if req.lease is not None:
-                    self.shares.gets(sharer, req.lease.num_tokens)
-                if (own := self._lines.pop(client, None)) is not None:
-                    self._lines[client] = own
-                    if tenant in own:
-                        own[tenant] = own.pop(tenant)
             elif req.awaited is not None:
                 num_passed, place, client_place = num_passed + 1, next(places), next(places)
             push_tenant(sharer, num_passed, place)
             push_client(client, client_place)
+
+    def started(self, req: Request) -> None:
+        """Notes that a request of the queue got a row: its client and its tenant go to the end of the line."""
+        assert req.lease is not None
+        self.shares.gets(req.sharer, req.lease.num_tokens)
+        if (own := self._lines.pop(req.client, None)) is not None:
+            self._lines[req.client] = own
+            if req.tenant in own:
+                own[req.tenant] = own.pop(req.tenant)
 
     def first_of_each_client(self, now_s: float) -> Iterator[Request]:
         """Yields the next waiting request of each client that has several tenants."""
@@ -260,6 +264,12 @@ class Shares:
     def rest(self) -> None:
         """Charges nothing until the next look, because nobody waits."""
         self._looked_s = None
+
+    def copy(self) -> Shares:
+        """Returns a copy for questions: `gets` and `gives` change nothing here. Both have the same charges."""
+        other = copy.copy(self)
+        other._rows, other._tokens = self._rows.copy(), self._tokens.copy()
+        return other
 
     def gets(self, sharer: Sharer, num_tokens: int, *, num_rows: int = 1) -> None:
         """Notes that a client holds `num_rows` rows more for one of its tenants, with `num_tokens` slots together."""

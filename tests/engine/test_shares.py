@@ -268,6 +268,14 @@ def test_parts_that_are_too_coarse_for_all_are_held_in_turn(held_s: float, gives
     assert shares.gives_way(("old", ""), 1, ("new", ""), 1) == gives_way
 
 
+def test_a_row_that_a_copy_gives_is_still_held() -> None:
+    shares = Shares({}, max_rows=2, num_slots=100)
+    shares.look([holder("client")], 0.0)
+    copied, before = shares.copy(), shares.standing(("client", ""))
+    copied.gives(("client", ""), 1)
+    assert copied.standing(("client", "")) < before == shares.standing(("client", ""))
+
+
 def test_what_a_tenant_held_counts_among_its_client_s() -> None:
     shares = Shares({}, max_rows=2, num_slots=100)
     for tenant in ("a", "b"):
