@@ -1,13 +1,13 @@
-"""What both engines are made of: their parts and options, the command to drain, the rules of phases, the outbox by
-which events leave, and the forwards of padding that compile GPU kernels before the first request.
+"""What both engines are made of: their parts and options, the command to drain, the lifecycle of requests and prompts,
+the outbox by which events leave, and the forwards of padding that compile GPU kernels before the first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Generic, TypeVar
+from enum import Enum, auto
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,16 @@ class EngineConfig:
     debug_checks: bool = False
 
 
+class Place(Enum):
+    """Where a decode engine's request, or a prefill engine's prompt, is during a phase."""
+
+    WAITING = auto()  # in the queue, without a row
+    COMPUTING = auto()  # among the prompts that this service computes
+    HANDOFF = auto()  # its KV is on its way from the prefill to the decode service
+    ROWS = auto()  # among the running rows of a decode engine
+    NOWHERE = auto()  # it has ended
+
+
 @dataclass(frozen=True, slots=True)
 class Drain:
     """A command: makes the engine refuse what is new, as retryable, and finish the rest."""
@@ -74,24 +84,59 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRule(Generic[PhaseT]):
-    """The rule of one phase: the state of the lease of the pool row, None if no row is held, and the phases of which
-    one comes next.
-    """
+    """The rule of one phase: the place, the lease's state, None if no row is held, and the phases that may follow."""
 
+    place: Place
     lease: LeaseState | None
-    following: frozenset[PhaseT]
+    following: tuple[PhaseT, ...]
 
-    def check_followed_by(self, phase: PhaseT, *, who: str) -> None:
-        """Raises AssertionError if `phase` cannot follow."""
-        assert phase in self.following, f"{who}: {phase} does not follow"
 
-    def settle(self, lease: RowLease | None, pool: KvPool, *, who: str) -> None:
-        """Sets the lease's state to that of this phase, or releases the lease if the phase holds no row."""
-        if self.lease is not None:
-            assert lease is not None, f"{who} holds no row"
-            lease.state = self.lease
-        elif lease is not None:
-            pool.release(lease)
+class Lived(Protocol):
+    """A request or a prompt. `phase` is one of its engine's phases."""
+
+    request_id: str
+    phase: Any
+    lease: RowLease | None
+
+
+LivedT = TypeVar("LivedT", bound=Lived)
+
+
+class Lifecycle(Generic[LivedT, PhaseT]):
+    """Moves requests or prompts from phase to phase, by a table of rules. It alone writes their phase and lease."""
+
+    def __init__(self, rules: Mapping[PhaseT, PhaseRule[PhaseT]], pool: KvPool) -> None:
+        self._rules = rules
+        self._pool = pool
+
+    def enter(self, lived: LivedT, phase: PhaseT, *, lease: RowLease | None = None) -> None:
+        """Moves a request or prompt to `phase` and the place of that phase. Releases its row if the phase holds none.
+
+        `lease` is the row that it gets now, if it gets one. Raises AssertionError if `phase` cannot follow.
+        """
+        before, after = self._rules[lived.phase], self._rules[phase]
+        who = f"{lived.request_id} in {lived.phase}"
+        assert phase in before.following, f"{who}: {phase} does not follow"
+        if after.place is not before.place:
+            self._leave(lived, before.place, after.place)
+        if lease is not None:
+            assert lived.lease is None, f"{who} holds a row already"
+            lived.lease = lease
+        lived.phase = phase
+        if after.lease is not None:
+            assert lived.lease is not None, f"{who} holds no row"
+            lived.lease.state = after.lease
+        elif lived.lease is not None:
+            self._pool.release(lived.lease)
+            lived.lease = None
+        if after.place is not before.place:
+            self._arrive(lived, after.place)
+
+    def _leave(self, lived: LivedT, place: Place, following: Place) -> None:
+        """Takes it out of `place`, on its way to `following`. It still has its old phase and lease."""
+
+    def _arrive(self, lived: LivedT, place: Place) -> None:
+        """Puts it into `place`. It has its new phase and lease."""
 
 
 class Outbox(Generic[EventT]):

@@ -1,5 +1,5 @@
 """The prefill engine's record of one row of a Handoff call, a prompt: its phases, what it holds in each of them,
-and the one place that moves it to another phase.
+and what moves it to another phase.
 
 QUEUED ─▶ COMPUTING ─▶ SENDING ─▶ ENDED; every phase may also end at once, when the row fails or its call is closed.
 """
@@ -7,14 +7,14 @@ QUEUED ─▶ COMPUTING ─▶ SENDING ─▶ ENDED; every phase may also end at
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, KeysView, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.engine import PhaseRule
+from common.engine import Lifecycle, PhaseRule, Place
 from common.grammar.matcher import Matcher
 from common.kv.pool import CacheKey, KvPool, LeaseState, RowLease
 from common.priority import Ageing
@@ -62,11 +62,13 @@ class Prompt:
     matcher: Matcher | None = None
     started_s: float = 0.0
     tag: int = 0
+    request_id: str = field(init=False)
     deadline_s: float = field(init=False)  # by the engine's clock
     token_ids: NDArray[np.int64] = field(init=False)  # those of `row`
     cache_key: CacheKey | None = field(init=False)  # None if the prompt uses no cache
 
     def __post_init__(self) -> None:
+        self.request_id = self.row.request_id
         self.token_ids = np.array(self.row.token_ids, np.int64)
         self.deadline_s = self.arrived_s + self.row.time_left_ms / 1000 if self.row.time_left_ms else math.inf
         self.cache_key = None if self.row.cache_salt is None else CacheKey(self.token_ids, self.row.cache_salt)
@@ -136,45 +138,38 @@ class Prompt:
 
 
 RULES: Mapping[PromptPhase, PhaseRule[PromptPhase]] = {
-    PromptPhase.QUEUED: PhaseRule(None, frozenset((PromptPhase.COMPUTING, PromptPhase.ENDED))),
-    PromptPhase.COMPUTING: PhaseRule(LeaseState.RUNNING, frozenset((PromptPhase.SENDING, PromptPhase.ENDED))),
-    PromptPhase.SENDING: PhaseRule(LeaseState.TRANSFERRING, frozenset((PromptPhase.ENDED,))),
-    PromptPhase.ENDED: PhaseRule(None, frozenset()),
+    PromptPhase.QUEUED: PhaseRule(Place.WAITING, None, (PromptPhase.COMPUTING, PromptPhase.ENDED)),
+    PromptPhase.COMPUTING: PhaseRule(Place.COMPUTING, LeaseState.RUNNING, (PromptPhase.SENDING, PromptPhase.ENDED)),
+    PromptPhase.SENDING: PhaseRule(Place.HANDOFF, LeaseState.TRANSFERRING, (PromptPhase.ENDED,)),
+    PromptPhase.ENDED: PhaseRule(Place.NOWHERE, None, ()),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTurn:
-    """A prompt in the order of service, with its tag."""
+class PromptLives(Lifecycle[Prompt, PromptPhase]):
+    """Holds the live prompts of each place, in the order in which they came to it, and moves prompts between phases.
 
-    prompt: Prompt
-    tag: int
-
-
-class PromptLives:
-    """Holds the live prompts of each phase, in the order in which they entered it, and moves prompts between phases.
-
-    Only the engine thread calls it. It is the only writer of a prompt's phase and lease, and of its place in turn.
-    `ended` is called when a prompt ends, before its row is released. `ageing` says how waiting changes priorities.
+    Only the engine thread calls it. It is the only writer of a prompt's place in turn. `ended` is called when a prompt
+    ends, before its row is released. `ageing` says how waiting changes priorities.
     """
 
     def __init__(self, pool: KvPool, *, ageing: Ageing, ended: Callable[[Prompt], None]) -> None:
-        self._pool = pool
+        super().__init__(RULES, pool)
         self._ageing = ageing
         self._ended = ended
-        self._members: dict[PromptPhase, dict[Prompt, None]] = {phase: {} for phase in PromptPhase}
+        self._members: dict[Place, dict[Prompt, None]] = {place: {} for place in Place}
         self._ends: dict[str, int] = {}  # by client, the tag that its next prompt would have
         self._present = 0  # the largest tag that a prompt had when its computation ended
 
     def admit(self, prompt: Prompt) -> None:
         """Adds a new prompt to the queue."""
-        self._members[PromptPhase.QUEUED][prompt] = None
+        self._arrive(prompt, Place.WAITING)
 
-    def in_phase(self, phase: PromptPhase) -> list[Prompt]:
-        return list(self._members[phase])
+    def at(self, place: Place) -> KeysView[Prompt]:
+        return self._members[place].keys()
 
-    def in_turn(self, phase: PromptPhase, now_s: float) -> list[PromptTurn]:
-        """Returns the prompts that are QUEUED or COMPUTING, in the order of service at `now_s` by the engine's clock.
+    def in_turn(self, place: Place, now_s: float) -> dict[Prompt, int]:
+        """Returns the prompts WAITING or COMPUTING and their tags, in the order of service at `now_s`, a time of the
+        engine's clock.
 
         Prompts of a better level go first. The level is the priority, which waiting improves, but not beyond 0. Prompts
         of one level go in the order of their tags (start-time fair queueing), and with equal tags the one with fewer
@@ -183,69 +178,52 @@ class PromptLives:
         with the tokens that are computed. So all clients get equally many tokens computed, and a new client need not
         wait for the others' queued prompts. One client's prompts are in the order in which they are due.
         """
-        turns: list[PromptTurn] = []
+        tags: dict[Prompt, int] = {}
         present, ends = self._present_tag(), dict(self._ends)
-        for prompt in sorted(self._members[phase], key=lambda prompt: prompt.due_s):
-            if phase is PromptPhase.QUEUED:
-                tag = max(present, ends.get(prompt.client, present))
-                ends[prompt.client] = tag + prompt.num_uncomputed
+        for prompt in sorted(self._members[place], key=lambda prompt: prompt.due_s):
+            if place is Place.WAITING:
+                tags[prompt] = max(present, ends.get(prompt.client, present))
+                ends[prompt.client] = tags[prompt] + prompt.num_uncomputed
             else:
-                tag = prompt.next_tag
-            turns.append(PromptTurn(prompt, tag))
-        return sorted(
-            turns,
-            key=lambda turn: (
-                self._ageing.level(turn.prompt.due_s, now_s=now_s, best=turn.prompt.best_level),
-                turn.tag,
-                turn.prompt.num_left,
-            ),
-        )
+                tags[prompt] = prompt.next_tag
+
+        def turn(prompt: Prompt) -> tuple[int, int, int]:
+            level = self._ageing.level(prompt.due_s, now_s=now_s, best=prompt.best_level)
+            return level, tags[prompt], prompt.num_left
+
+        return {prompt: tags[prompt] for prompt in sorted(tags, key=turn)}
 
     def _present_tag(self) -> int:
-        return min([prompt.next_tag for prompt in self._members[PromptPhase.COMPUTING]], default=self._present)
+        return min([prompt.next_tag for prompt in self._members[Place.COMPUTING]], default=self._present)
 
-    def wait_for(self, turn: PromptTurn, awaited: AwaitedKv[Prompt] | None) -> None:
-        """Notes which KV a queued prompt waits for, None if it waits for none.
+    def wait_for(self, prompt: Prompt, awaited: AwaitedKv[Prompt] | None, *, tag: int) -> None:
+        """Notes which KV a queued prompt with this tag waits for, None if it waits for none.
 
         The prompt that brings it takes the waiting one's place in turn, where that is better. Else prompts that come
         between them would hold up both.
         """
-        prompt = turn.prompt
         if awaited is not None and awaited is not prompt.awaited:
             source = awaited.source
             source.due_s, source.best_level = min(source.due_s, prompt.due_s), min(source.best_level, prompt.best_level)
-            source.tag -= max(0, source.next_tag - turn.tag)
+            source.tag -= max(0, source.next_tag - tag)
         prompt.awaited = awaited
 
-    def begin(self, turn: PromptTurn, lease: RowLease) -> None:
-        """Gives a queued prompt its row, `lease`, so that it is computed from now on."""
-        prompt, present = turn.prompt, self._present_tag()
-        prompt.tag = turn.tag
+    def begin(self, prompt: Prompt, lease: RowLease, *, tag: int) -> None:
+        """Gives a queued prompt with this tag its row, `lease`, so that it is computed from now on."""
+        present = self._present_tag()
+        prompt.tag = tag
         self._ends = {client: end for client, end in self._ends.items() if end > present}
-        self._ends[prompt.client] = turn.tag + prompt.num_uncomputed
+        self._ends[prompt.client] = tag + prompt.num_uncomputed
         self.enter(prompt, PromptPhase.COMPUTING, lease=lease)
         prompt.num_launched_tokens = prompt.num_kept_tokens = lease.num_cached
 
-    def num_in(self, phase: PromptPhase) -> int:
-        return len(self._members[phase])
-
-    def enter(self, prompt: Prompt, phase: PromptPhase, *, lease: RowLease | None = None) -> None:
-        """Moves the prompt to `phase`, and releases its pool row if prompts in that phase hold none. An ended prompt
-        still refers to its released lease, because a forward in flight may use it.
-
-        `lease` is that of a prompt that gets its row now. Raises AssertionError if the phase cannot follow the prompt's
-        current one.
-        """
-        RULES[prompt.phase].check_followed_by(phase, who=f"row {prompt.index} in {prompt.phase}")
-        self._members[prompt.phase].pop(prompt, None)
-        if prompt.phase is PromptPhase.COMPUTING:
+    def _leave(self, prompt: Prompt, place: Place, following: Place) -> None:
+        del self._members[place][prompt]
+        if place is Place.COMPUTING:
             self._present = max(self._present, prompt.next_tag)
-        if lease is not None:
-            assert prompt.lease is None, f"row {prompt.index} holds a row of the pool already"
-            prompt.lease = lease
-        prompt.phase = phase
-        if phase is PromptPhase.ENDED:
+        if following is Place.NOWHERE:
             self._ended(prompt)
-        else:
-            self._members[phase][prompt] = None
-        RULES[phase].settle(prompt.lease, self._pool, who=f"row {prompt.index} in {phase}")
+
+    def _arrive(self, prompt: Prompt, place: Place) -> None:
+        if place is not Place.NOWHERE:
+            self._members[place][prompt] = None

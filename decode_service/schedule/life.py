@@ -1,4 +1,4 @@
-"""The phases of a request, what the request holds in each of them, and the one place that moves it to another phase.
+"""The phases of a request, what the request holds in each of them, and what moves it to another phase.
 
 QUEUE ─▶ PREFILL ─▶ RECEIVING ─▶ TRANSFER ─▶ BOOTSTRAP ─▶ FIRST_DECODE ─▶ DECODE ─▶ DELIVERY
   ▲          └───────────┴───────────┤                          └─────┬──────┘
@@ -15,9 +15,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 
-from common.engine import PhaseRule
+from common.engine import Lifecycle, PhaseRule, Place
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.priority import Ageing
 from decode_service.messages import CancelHandoffRows, Event, Phase, PhaseBegan, Submit
@@ -28,27 +27,14 @@ from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.waiting_queue import WaitingQueue
 
 
-class Place(Enum):
-    """The component that a request is in during a phase: the waiting queue, the landing zone, the local prefill, the
-    running rows or none.
-    """
-
-    WAITING = auto()
-    LANDING = auto()
-    LOCAL = auto()
-    ROWS = auto()
-    NOWHERE = auto()
-
-
 @dataclass(frozen=True, slots=True)
 class RequestRule(PhaseRule[Phase]):
-    """The rule of one phase of a request, which is at `place` then.
+    """The rule of one phase of a request.
 
     The time spent in the phase is added to the field of Timings that `seconds` names, or to none if it is empty. If
     `is_announced`, PhaseBegan is posted for traced requests.
     """
 
-    place: Place = Place.NOWHERE
     seconds: str = ""
     is_announced: bool = True
 
@@ -59,34 +45,34 @@ _ENDS = (Phase.DELIVERY, Phase.ENDED)
 def _rule(
     place: Place, lease: LeaseState | None, seconds: str, *following: Phase, is_announced: bool = True
 ) -> RequestRule:
-    return RequestRule(lease, frozenset((*following, *_ENDS)), place, seconds, is_announced)
+    return RequestRule(place, lease, (*following, *_ENDS), seconds, is_announced)
 
 
 RULES: Mapping[Phase, RequestRule] = {
     Phase.QUEUE: _rule(Place.WAITING, None, "queue_s", Phase.PREFILL, Phase.LOCAL_PREFILL),
-    Phase.LOCAL_PREFILL: _rule(Place.LOCAL, LeaseState.RUNNING, "prefill_s", Phase.BOOTSTRAP, Phase.QUEUE),
-    Phase.PREFILL: _rule(Place.LANDING, LeaseState.RESERVED, "prefill_s", Phase.RECEIVING, Phase.TRANSFER, Phase.QUEUE),
+    Phase.LOCAL_PREFILL: _rule(Place.COMPUTING, LeaseState.RUNNING, "prefill_s", Phase.BOOTSTRAP, Phase.QUEUE),
+    Phase.PREFILL: _rule(Place.HANDOFF, LeaseState.RESERVED, "prefill_s", Phase.RECEIVING, Phase.TRANSFER, Phase.QUEUE),
     Phase.RECEIVING: _rule(
-        Place.LANDING, LeaseState.TRANSFERRING, "prefill_s", Phase.TRANSFER, Phase.QUEUE, is_announced=False
+        Place.HANDOFF, LeaseState.TRANSFERRING, "prefill_s", Phase.TRANSFER, Phase.QUEUE, is_announced=False
     ),
-    Phase.TRANSFER: _rule(Place.LANDING, LeaseState.TRANSFERRING, "transfer_s", Phase.BOOTSTRAP, Phase.QUEUE),
+    Phase.TRANSFER: _rule(Place.HANDOFF, LeaseState.TRANSFERRING, "transfer_s", Phase.BOOTSTRAP, Phase.QUEUE),
     Phase.BOOTSTRAP: _rule(Place.ROWS, LeaseState.RUNNING, "first_decode_s", Phase.FIRST_DECODE, Phase.DECODE),
     Phase.FIRST_DECODE: _rule(
         Place.ROWS, LeaseState.RUNNING, "first_decode_s", Phase.DECODE, Phase.RETRACTING, Phase.QUEUE
     ),
     Phase.DECODE: _rule(Place.ROWS, LeaseState.RUNNING, "decode_s", Phase.RETRACTING, Phase.QUEUE),
     Phase.RETRACTING: _rule(Place.ROWS, LeaseState.RUNNING, "decode_s", Phase.QUEUE, is_announced=False),
-    Phase.DELIVERY: RequestRule(None, frozenset()),
-    Phase.ENDED: RequestRule(None, frozenset(), is_announced=False),
+    Phase.DELIVERY: RequestRule(Place.NOWHERE, None, ()),
+    Phase.ENDED: RequestRule(Place.NOWHERE, None, (), is_announced=False),
 }
 
 
-class Lives:
+class Lives(Lifecycle[Request, Phase]):
     """Holds every live request and moves it from phase to phase. Only the engine thread calls it.
 
-    It is the only writer of a request's phase, lease and seconds. `requests` has all live requests by id, `holding`
-    those that hold a row, and `bringing_kv` those whose prompt's KV is on its way. `clock` is the engine's (monotonic
-    seconds); `post` takes events for the edge.
+    It is the only writer of a request's seconds. `requests` has all live requests by id, `holding` those that hold a
+    row, and `bringing_kv` those whose prompt's KV is on its way. `clock` is the engine's (monotonic seconds); `post`
+    takes events for the edge.
     """
 
     def __init__(
@@ -101,7 +87,7 @@ class Lives:
         clock: Callable[[], float],
         post: Callable[[Event], None],
     ) -> None:
-        self._pool = pool
+        super().__init__(RULES, pool)
         self._waiting = waiting
         self._landing = landing
         self._local = local
@@ -133,39 +119,22 @@ class Lives:
         lost: str = "",
         was_retracted: bool = False,
     ) -> None:
-        """Moves the request to `phase`, and to the component where it is in that phase. Releases its row if that phase
-        holds none.
+        """Moves the request to `phase`, as `Lifecycle.enter` does.
 
-        `lease` is the row that the request gets now, or None if it gets none. `at_s` is when the phase begins, by the
-        engine's clock; None means now. `replica`, `lost` and `was_retracted` only go into the PhaseBegan event, which
-        explains them. Raises AssertionError if `phase` cannot follow the request's current one.
+        `at_s` is when the phase begins, by the engine's clock; None means now. `replica`, `lost` and `was_retracted`
+        only go into the PhaseBegan event, which explains them.
         """
-        before, after = RULES[req.phase], RULES[phase]
-        before.check_followed_by(phase, who=f"{req.request_id} in {req.phase}")
         at_s = self._clock() if at_s is None else at_s
-        req.spend(before.seconds, until_s=at_s)
-        if after.place is not before.place:
-            self._leave(req, before.place, after.place)
-        if before.place is Place.ROWS and after.place is not Place.ROWS and self._pool.keeps_output:
-            self._keep(req)
-        if lease is not None:
-            assert req.lease is None, f"{req.request_id} holds a row already"
-            req.lease = lease
-            self.holding[req] = None
-        req.phase = phase
-        after.settle(req.lease, self._pool, who=f"{req.request_id} in {phase}")
-        if after.lease is None and req.lease is not None:
-            req.lease = None
-            del self.holding[req]
-        if req.brings_kv:
-            self.bringing_kv[req] = None
-        else:
-            self.bringing_kv.pop(req, None)
-        if after.place is not before.place:
-            self._arrive(req, after.place)
+        req.spend(RULES[req.phase].seconds, until_s=at_s)
+        super().enter(req, phase, lease=lease)
+        for requests, is_one in ((self.holding, req.lease is not None), (self.bringing_kv, req.brings_kv)):
+            if is_one:
+                requests[req] = None
+            else:
+                requests.pop(req, None)
         if phase is Phase.BOOTSTRAP:
             self._keep(req)
-        if after.is_announced and req.is_traced:
+        if RULES[phase].is_announced and req.is_traced:
             attempt = req.num_attempts if phase is Phase.PREFILL else 0
             num_held = 0 if lease is None else lease.num_cached
             self._post(PhaseBegan(req.request_id, phase, at_s, replica, attempt, num_held, lost, was_retracted))
@@ -175,7 +144,9 @@ class Lives:
             self._waiting.remove(req)
         elif place is Place.ROWS:
             self._rows.leave(req)
-        elif place is Place.LOCAL:
+            if self._pool.keeps_output:
+                self._keep(req)
+        elif place is Place.COMPUTING:
             self._local.forget(req)
         elif following is not Place.ROWS and (cancelled := self._landing.forget(req)) is not None:
             call_id, row = cancelled
@@ -199,7 +170,7 @@ class Lives:
     def _arrive(self, req: Request, place: Place) -> None:
         if place is Place.WAITING:
             self._waiting.add(req)
-        elif place is Place.LOCAL:
+        elif place is Place.COMPUTING:
             self._local.begin(req)
         elif place is Place.ROWS:
             self._rows.enter(req)

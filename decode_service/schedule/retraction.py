@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from common.engine import Place
 from common.kv.pool import KvPool, RowLease
 from decode_service.messages import Phase
 from decode_service.schedule.handoff_policy import RowNeed
-from decode_service.schedule.life import RULES, Lives, Place
+from decode_service.schedule.life import RULES, Lives
 from decode_service.schedule.request import Request
 from decode_service.schedule.running_rows import RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch

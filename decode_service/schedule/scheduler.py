@@ -20,7 +20,7 @@ from torch import Tensor
 from common.device.stream import NOT_YET, PieceFailed, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
-from common.engine import Drain, EngineParts, Outbox
+from common.engine import Drain, EngineParts, Outbox, Place
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import CopyKv, KvPool
 from common.kv.pool_size import PoolSize
@@ -47,7 +47,7 @@ from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.grammars import forced_tokens, masks_of
 from decode_service.schedule.landing import LandingZone
-from decode_service.schedule.life import RULES, Lives, Place
+from decode_service.schedule.life import RULES, Lives
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.replica_set import ReplicaSet
 from decode_service.schedule.request import Request

@@ -20,7 +20,7 @@ import torch
 
 from common.device.stream import DeviceTimeout, PieceFailed, WakeUp, naming_a_lost_device
 from common.device.stream import Event as StreamEvent
-from common.engine import Drain, EngineParts, Outbox
+from common.engine import Drain, EngineParts, Outbox, Place
 from common.errors import RowFailure
 from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize
@@ -184,7 +184,7 @@ class PrefillEngine:
 
     def idle_timeout_s(self) -> float:
         has_room = len(self._in_flight) < self._config.max_in_flight
-        computing, queued = map(self._lives.in_phase, (PromptPhase.COMPUTING, PromptPhase.QUEUED))
+        computing, queued = map(self._lives.at, (Place.COMPUTING, Place.WAITING))
         return self._wake_up.idle_wait_s(
             has_work=(has_room and any(prompt.num_left and self._may_go_on(prompt) for prompt in computing))
             or (self._has_freed and bool(queued))
@@ -201,16 +201,14 @@ class PrefillEngine:
             rows=self.pool.row_counts(),
             slots=self.pool.slot_counts(),
             window_slots=self.pool.window_counts(),
-            num_queued=self._lives.num_in(PromptPhase.QUEUED),
-            num_running=self._lives.num_in(PromptPhase.COMPUTING),
+            num_queued=len(self._lives.at(Place.WAITING)),
+            num_running=len(self._lives.at(Place.COMPUTING)),
             num_steps=self._num_steps,
             prefixes=self.pool.prefix_counts,
             unsent_bytes=self._sender.unsent_bytes,
             num_computed_tokens=self._num_computed_tokens,
             num_uncomputed_tokens=sum(
-                prompt.num_uncomputed
-                for phase in (PromptPhase.QUEUED, PromptPhase.COMPUTING)
-                for prompt in self._lives.in_phase(phase)
+                prompt.num_uncomputed for place in (Place.WAITING, Place.COMPUTING) for prompt in self._lives.at(place)
             ),
         )
 
@@ -268,7 +266,7 @@ class PrefillEngine:
             due_s = self._config.ageing.due_s(row.priority, arrived_s)
             prompt = Prompt(command.call_id, index, row, arrived_s, due_s, min(row.priority, 0), is_traced)
             prompts[index] = prompt
-            num_queued = self._lives.num_in(PromptPhase.QUEUED)
+            num_queued = len(self._lives.at(Place.WAITING))
             self._lives.admit(prompt)
             if self._is_draining:
                 self._fail(prompt, RowFailure.DRAINING, "the replica is stopping", retryable=True)
@@ -284,7 +282,7 @@ class PrefillEngine:
 
     def _shed_last(self) -> str:
         """Refuses the queued prompt that is last in turn, maybe the one that has just come. Returns its call's id."""
-        last = self._lives.in_turn(PromptPhase.QUEUED, self._clock())[-1].prompt
+        *_, last = self._lives.in_turn(Place.WAITING, self._clock())
         self._fail(last, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
         return last.call_id
 
@@ -293,16 +291,15 @@ class PrefillEngine:
     @recorded("admit")
     def _admit(self) -> None:
         now_s = self._clock()
-        for prompt in self._lives.in_phase(PromptPhase.QUEUED):
+        for prompt in list(self._lives.at(Place.WAITING)):
             if prompt.deadline_s <= now_s:
                 self._fail(prompt, RowFailure.DEADLINE, "the deadline passed in the queue", retryable=False)
                 self._end_call_if_done(prompt.call_id)
         self._lacks_room = False
-        for turn in self._lives.in_turn(PromptPhase.QUEUED, self._clock()):
-            prompt = turn.prompt
+        for prompt, tag in self._lives.in_turn(Place.WAITING, self._clock()).items():
             if prompt.sampling.is_constrained and prompt.matcher is None:
                 continue
-            self._lives.wait_for(turn, self._kv_to_await(prompt))
+            self._lives.wait_for(prompt, self._kv_to_await(prompt), tag=tag)
             if prompt.awaited is not None:
                 continue
             lease = self.pool.reserve(prompt.num_tokens, key=prompt.cache_key, uses_cached=not prompt.is_scored)
@@ -311,7 +308,7 @@ class PrefillEngine:
                 # the KV is there.
                 self._lacks_room = True
                 return
-            self._lives.begin(turn, lease)
+            self._lives.begin(prompt, lease, tag=tag)
             prompt.started_s = self._clock()
             if prompt.is_traced:
                 self._outbox.post(RowStarted(prompt.call_id, prompt.index, prompt.started_s))
@@ -322,12 +319,12 @@ class PrefillEngine:
             return prompt.awaited
         if not self.pool.num_free_rows:
             return None
-        return awaited_kv(self.pool, prompt.usable_key, self._lives.in_phase(PromptPhase.COMPUTING))
+        return awaited_kv(self.pool, prompt.usable_key, self._lives.at(Place.COMPUTING))
 
     @recorded("launch")
     def _launch(self) -> _Step | None:
-        computing = self._lives.in_turn(PromptPhase.COMPUTING, self._clock())
-        chunks = self._chunks.cut([turn.prompt for turn in computing if self._may_go_on(turn.prompt)])
+        computing = self._lives.in_turn(Place.COMPUTING, self._clock())
+        chunks = self._chunks.cut([prompt for prompt in computing if self._may_go_on(prompt)])
         if not chunks:
             return None
         layers_per_event = self._layers_per_event(chunks)
@@ -447,7 +444,7 @@ class PrefillEngine:
             if sent.prompt.phase is not PromptPhase.ENDED:
                 self._fail(sent.prompt, RowFailure.COMPUTE, f"copying KV failed: {sent.error}", retryable=True)
                 self._end_call_if_done(sent.prompt.call_id)
-        for prompt in self._lives.in_phase(PromptPhase.SENDING):
+        for prompt in list(self._lives.at(Place.HANDOFF)):
             if not self._sender.num_unsent(prompt):
                 self._lives.enter(prompt, PromptPhase.ENDED)
                 self._end_call_if_done(prompt.call_id)

@@ -12,8 +12,8 @@ from common.telemetry.stats import Timings
 from scripts.lint.pages import module_name, sources
 from scripts.lint.problem import ROOT, Problem, line_of
 
-_LIVES = {"decode_service/schedule/life.py", "prefill_service/prompt.py"}
-WRITERS = {"phase": _LIVES, "lease": _LIVES, "state": {"common/engine.py", "common/kv/pool.py"}}
+_LIFECYCLE = {"common/engine.py"}
+WRITERS = {"phase": _LIFECYCLE, "lease": _LIFECYCLE, "state": {*_LIFECYCLE, "common/kv/pool.py"}}
 """For each attribute, the files that write it on an object other than their own `self`."""
 _RELAYS_METHODS = {
     "publish",
@@ -30,7 +30,7 @@ Finder = Callable[[str], list[int]]
 """Returns the numbers of the lines of a source text that do something."""
 
 
-def one_module_of_each_engine_writes_a_phase() -> Iterator[Problem]:
+def one_module_writes_phases() -> Iterator[Problem]:
     for attribute, writers in WRITERS.items():
         find = partial(writes, attribute=attribute)
         found = _places("decode_service", "prefill_service", "common", find=find)

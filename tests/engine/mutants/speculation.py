@@ -11,12 +11,13 @@ import pytest
 from torch import Tensor
 
 from common.device.stream import Cell, Scope
+from common.engine import Place
 from common.kv.rows import RowColumns
 from common.kv.slot_allocator import SlotAllocator
 from decode_service.forward.future_map import FutureMap, RelayPayload
 from decode_service.messages import Command, Event
 from decode_service.schedule.landing import LandingRow
-from decode_service.schedule.life import RULES, Place
+from decode_service.schedule.life import RULES
 from decode_service.schedule.running_rows import Rows, RunningRows
 from decode_service.schedule.schedule_batch import ScheduleBatch
 from decode_service.schedule.scheduler import DecodeEngine
