@@ -9,8 +9,10 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,28 +25,56 @@ from baton.server_info import HealthStatus
 from common.device.cpu import CpuDevice
 from common.errors import EngineStalled
 from common.service import life
+from common.service.watchdog import Watchdog
 from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.services_here import BOUND_S, ServiceHere, pair_here
 
 PATIENT_S = 600.0
 """A stall time-out in seconds that no test reaches. By default a stall ends the service before health reports it."""
+STALL_S = 0.5
 
 Tiny = Callable[[str], Path]
 
 
 @asynccontextmanager
 async def stuck_pair(
-    tiny_model_dir: Tiny, *, stall_timeout_s: float = PATIENT_S
+    tiny_model_dir: Tiny, *, prefill_stall_s: float = PATIENT_S, decode_stall_s: float = PATIENT_S
 ) -> AsyncIterator[tuple[ServiceHere, ServiceHere]]:
     """Yields a ready pair in this process, as (prefill, decode)."""
     async with pair_here(
         tiny_model_dir("llama"),
-        decode={"prefill_timeout_s": 1.0},
-        engine_stall_timeout_s=stall_timeout_s,
+        prefill={"engine_stall_timeout_s": prefill_stall_s},
+        decode={"engine_stall_timeout_s": decode_stall_s, "prefill_timeout_s": 1.0},
         grace_period_s=0.5,
     ) as pair:
         yield pair.prefill, pair.decode
+
+
+class WatchdogsClock:
+    """The time of all watchdogs. It stands until it is started, so that no pause before counts as a stall."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+
+    def start(self) -> None:
+        self._began_s = time.monotonic()
+
+    def __call__(self) -> float:
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> WatchdogsClock:
+    clock = WatchdogsClock()
+    monkeypatch.setattr(life, "Watchdog", partial(Watchdog, clock=clock))
+    return clock
+
+
+@pytest.fixture
+def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives ended calls all the time they need for their answer: on a busy machine, the default would cut it off."""
+    monkeypatch.setattr(life, "CLOSE_GRACE_S", BOUND_S)
 
 
 async def generate(decode: ServiceHere) -> int:
@@ -86,19 +116,23 @@ async def test_a_prefill_forward_that_hangs_is_told_by_both_services(tiny_model_
         request.cancel()
 
 
+@pytest.mark.usefixtures("patient_close")
 async def test_a_prefill_forward_that_hangs_for_too_long_ends_its_calls_and_then_its_service(
-    tiny_model_dir: Tiny,
+    tiny_model_dir: Tiny, clock: WatchdogsClock
 ) -> None:
-    async with stuck_pair(tiny_model_dir, stall_timeout_s=0.5) as (prefill, decode):
+    async with stuck_pair(tiny_model_dir, prefill_stall_s=STALL_S) as (prefill, decode):
         prefill.hang.arm()
         with capture_logs() as logs:
+            request = asyncio.create_task(generate(decode))
+            await prefill.hang.begun()
+            clock.start()
             with pytest.raises(errors.Unavailable) as ended:
                 async with asyncio.timeout(BOUND_S):
-                    await generate(decode)
+                    await request
             assert ended.value.reason == "NO_PREFILL"
             lost = await prefill.lost()
         assert isinstance(lost, EngineStalled)
-        assert str(lost) == "stream forward has not moved for 0.5 s"
+        assert str(lost) == f"stream forward has not moved for {STALL_S} s"
         assert f"a handoff call failed: {lost}" in [line["event"] for line in logs]
         assert not decode.serving.done()
 
@@ -116,13 +150,16 @@ async def test_a_decode_forward_that_hangs_is_told(tiny_model_dir: Tiny) -> None
         request.cancel()
 
 
+@pytest.mark.usefixtures("patient_close")
 async def test_a_decode_forward_that_hangs_for_too_long_ends_its_streams_and_then_the_service(
-    tiny_model_dir: Tiny,
+    tiny_model_dir: Tiny, clock: WatchdogsClock
 ) -> None:
-    async with stuck_pair(tiny_model_dir, stall_timeout_s=0.5) as (prefill, decode):
+    async with stuck_pair(tiny_model_dir, decode_stall_s=STALL_S) as (prefill, decode):
         request = asyncio.create_task(generate(decode))
         await decode_runs(decode)
         decode.hang.arm()
+        await decode.hang.begun()
+        clock.start()
         with pytest.raises(errors.Unavailable, match="has not moved") as ended:
             async with asyncio.timeout(BOUND_S):
                 await request
@@ -131,6 +168,7 @@ async def test_a_decode_forward_that_hangs_for_too_long_ends_its_streams_and_the
         assert await prefill.health() is HealthStatus.SERVING
 
 
+@pytest.mark.usefixtures("patient_close")
 async def test_a_service_whose_engine_hangs_ends_by_sigterm_too_and_says_why(
     tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,10 +209,10 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
                 await generate(decode)
 
 
+@pytest.mark.usefixtures("patient_close")
 async def test_a_decode_engine_that_died_ends_its_streams_and_the_service(
     tiny_model_dir: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "CLOSE_GRACE_S", BOUND_S)  # on a busy machine, the default would cut the refusal off
     async with stuck_pair(tiny_model_dir) as (_, decode):
         request = asyncio.create_task(generate(decode))
         await decode_runs(decode)
