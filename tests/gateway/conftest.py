@@ -24,6 +24,14 @@ def loop() -> Iterator[LoopThread]:
     thread.close()
 
 
+@pytest.fixture
+def own_loop() -> Iterator[LoopThread]:
+    """An event loop of one test's own, which may skip time."""
+    thread = LoopThread(bound_s=START_BOUND_S)
+    yield thread
+    thread.close()
+
+
 @pytest.fixture(scope="session")
 def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]) -> Iterator[Client]:
     """A client of the decode service of a real pair, whose model writes reasoning and calls in the Hermes format.

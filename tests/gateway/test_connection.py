@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
 
 BOUND_S = 10.0
+LONG_S = 600.0
+"""A time-out in seconds that no test reaches, unless it skips the event loop's time."""
 SMALL_BUFFER = 4096
 
 
@@ -69,14 +71,16 @@ def answering(num_bytes: int) -> ASGIApp:
 
 @contextmanager
 def serving(
-    loop: LoopThread, app: ASGIApp, *, stall_timeout_s: float = BOUND_S, send_buffer: int | None = SMALL_BUFFER
+    loop: LoopThread, app: ASGIApp, *, stall_timeout_s: float = LONG_S, send_buffer: int | None = SMALL_BUFFER
 ) -> Iterator[Serving]:
     """Serves an application on loopback. `send_buffer` is the socket's send buffer in bytes; None leaves it to the
     system.
     """
     limits = HttpLimits.of(GatewaySettings(client_stall_timeout_s=stall_timeout_s))
     protocol, state = bounded_connections(limits, OpenConnections(max_connections=1 << 20)), ServerState()
-    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app, http=protocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=int(10 * LONG_S)
+    )
     config.load()
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
@@ -101,75 +105,91 @@ def serving(
         loop.run(stop())
 
 
-def receive(connection: socket.socket, *, until_bytes: int, pause_s: float = 0.0) -> int:
-    """Reads at least `until_bytes` bytes, with a pause between reads, and returns how many came."""
+def receive(
+    connection: socket.socket, *, until_bytes: int = 1 << 30, pause: Callable[[], object] = lambda: None
+) -> int:
+    """Reads at least `until_bytes` bytes, calls `pause` after each read, and returns how many came."""
     num_bytes = 0
     while num_bytes < until_bytes and (data := connection.recv(64 << 10)):
         num_bytes += len(data)
-        time.sleep(pause_s)
+        pause()
     return num_bytes
 
 
-def test_a_slow_reader_gets_everything(loop: LoopThread) -> None:
+def test_a_slow_reader_gets_everything(own_loop: LoopThread) -> None:
     """Reading the whole answer takes longer than the stall time-out, but no single pause does."""
-    answer_bytes, stall_timeout_s = 2 << 20, 1.5
+    answer_bytes, passed_s = 2 << 20, 0.0
+
+    def pause() -> None:
+        nonlocal passed_s
+        passed_s += LONG_S / 15
+        own_loop.skip(LONG_S / 15)
+
     with (
-        serving(loop, answering(answer_bytes), stall_timeout_s=stall_timeout_s) as here,
+        serving(own_loop, answering(answer_bytes)) as here,
         here.ask(b"connection: close", receive_buffer=64 << 10) as reader,
     ):
-        began_s = time.monotonic()
-        assert receive(reader, until_bytes=1 << 30, pause_s=0.1) > answer_bytes
-        assert time.monotonic() - began_s > 2 * stall_timeout_s, "it was not slow"
+        assert receive(reader, pause=pause) > answer_bytes
+        assert passed_s > 2 * LONG_S, "it was not slow"
 
 
-def test_a_reader_that_has_taken_everything_is_waited_for(loop: LoopThread) -> None:
-    answer_bytes, stall_timeout_s = 1 << 20, 1.0
-    with (
-        serving(loop, answering(answer_bytes), stall_timeout_s=stall_timeout_s) as here,
-        here.ask() as reader,
-    ):
+def test_a_reader_that_has_taken_everything_is_waited_for(own_loop: LoopThread) -> None:
+    answer_bytes = 1 << 20
+    with serving(own_loop, answering(answer_bytes)) as here, here.ask() as reader:
         receive(reader, until_bytes=answer_bytes)
-        reader.settimeout(2.5 * stall_timeout_s)
-        with pytest.raises(TimeoutError):
-            while reader.recv(64 << 10):
-                pass
+        wait_until(lambda: here.num_untaken == [0])
+        for _ in range(3):
+            own_loop.skip(LONG_S)
+        assert here.num_untaken == [0]
         reader.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        reader.settimeout(BOUND_S)
-        assert receive(reader, until_bytes=1 << 30) > answer_bytes
+        assert receive(reader) > answer_bytes
+
+
+def wait_until_dropped(loop: LoopThread, here: Serving) -> None:
+    """Skips time until the server has dropped its connection."""
+
+    def is_dropped() -> bool:
+        loop.skip(LONG_S)
+        return here.num_untaken == []
+
+    wait_until(is_dropped)
 
 
 @pytest.mark.parametrize("ending", ["close", "keep-alive", "malformed"])
-def test_nobody_is_waited_for_who_takes_nothing_of_the_little_that_is_left(loop: LoopThread, ending: str) -> None:
+def test_nobody_is_waited_for_who_takes_nothing_of_the_little_that_is_left(own_loop: LoopThread, ending: str) -> None:
     """The rest of the answer is too small for asyncio to pause writing. The connection is to be closed or kept open
     after it.
     """
     head = [b"connection: close"] if ending == "close" else []
     with (
-        serving(loop, answering(60_000), stall_timeout_s=0.5) as here,
+        serving(own_loop, answering(60_000)) as here,
         here.ask(*head, receive_buffer=SMALL_BUFFER) as reader,
     ):
         wait_until(lambda: here.num_untaken != [] and 0 < here.num_untaken[0] < 64 << 10)
+        (connection,) = here.state.connections
         if ending == "malformed":
+            assert not connection.transport.is_closing()
             reader.sendall(b"what\r\n\r\n")
-        wait_until(lambda: here.num_untaken == [], bound_s=BOUND_S / 2)
+        wait_until(lambda: connection.transport.is_closing() == (ending != "keep-alive"))
+        wait_until_dropped(own_loop, here)
 
 
-def test_the_system_holds_little_for_a_reader_of_nothing(loop: LoopThread) -> None:
+def test_the_system_holds_little_for_a_reader_of_nothing(own_loop: LoopThread) -> None:
     """A small send buffer lets the gateway notice soon what the client has read."""
-    answer_bytes = 8 << 20
+    answer_bytes, num_same = 8 << 20, 20
     with (
-        serving(loop, answering(answer_bytes), stall_timeout_s=0.5, send_buffer=None) as here,
+        serving(own_loop, answering(answer_bytes), send_buffer=None) as here,
         here.ask(receive_buffer=64 << 10),
     ):
         seen: list[int] = []
 
-        def is_dropped() -> bool:
+        def has_settled() -> bool:
             seen.extend(here.num_untaken)
-            return not here.num_untaken
+            return len(seen) > num_same and 0 < seen[-1] == seen[-num_same]
 
-        wait_until(lambda: here.num_untaken != [])
-        wait_until(is_dropped)
-        assert next(num for num in reversed(seen) if num) > answer_bytes - (1 << 20)  # none is left once dropped
+        wait_until(has_settled)
+        assert seen[-1] > answer_bytes - (1 << 20)
+        wait_until_dropped(own_loop, here)
 
 
 def test_an_answer_that_comes_while_its_connection_closes_is_no_mistake(loop: LoopThread) -> None:

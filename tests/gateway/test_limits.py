@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import http.client
 import itertools
+import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import Message
 
+from common.config.settings import GatewaySettings
 from gateway.errors import ApiError
+from gateway.limits import HttpLimits
 from gateway.open_requests import FREE_BODY_BYTES, OpenRequests
+from gateway.post_endpoint import PostEndpoint
+from gateway.request_record import GatewayMetrics, HttpRecord
+from gateway.served_model import ServedModel
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, key_file, post
 from tests.support.loop_thread import LoopThread
@@ -23,7 +33,9 @@ from tests.support.running_pair import wait_until
 
 LEFT = "baton_gateway_client_disconnects_total"
 SHORT_S = 1.0
-"""A time-out of what does not come, in seconds. What comes must do so within it, even on a busy machine."""
+"""A time-out in seconds of what does not come."""
+LONG_S = 600.0
+"""A time-out in seconds that no test reaches, unless it skips the event loop's time."""
 SMALLEST = 64 << 10
 MOST_HELD_BYTES = 16 << 20
 """The most bytes that are held for a client that reads nothing. Most of them are in its sockets' buffers."""
@@ -59,12 +71,10 @@ def test_a_body_that_does_not_tell_its_length_is_counted(loop: LoopThread, scrip
         while next(sent) < 10_000:
             yield b" " * 4096
 
-    with gateway_here(
-        loop, scripted.address, max_request_bytes=SMALLEST, limits={"head_timeout_s": SHORT_S}
-    ) as gateway:
+    limits = {"head_timeout_s": LONG_S}  # for as long the body is read after the answer
+    with gateway_here(loop, scripted.address, max_request_bytes=SMALLEST, limits=limits) as gateway:
         connection = gateway.connect()
-        with suppress(ConnectionError):  # data after the answer is read for a short while only
-            connection.request("POST", COMPLETIONS, endless(), {"content-type": "application/json"})
+        connection.request("POST", COMPLETIONS, endless(), {"content-type": "application/json"})
         response = connection.getresponse()
         assert (response.status, b"request_too_large" in response.read()) == (413, True)
         connection.close()
@@ -110,17 +120,41 @@ def test_who_leaves_with_the_answer_while_its_body_is_on_the_way_is_no_failure(
         wait_until(lambda: gateway.metric("baton_gateway_requests_total", route="other", status="404") == 40)
 
 
-def test_who_sends_on_after_the_answer_is_cut_off(loop: LoopThread, scripted: ScriptedServer) -> None:
-    limits = {"head_timeout_s": SHORT_S}
-    with gateway_here(loop, scripted.address, max_request_bytes=SMALLEST, limits=limits) as gateway:
+def assert_ends_as_time_passes(loop: LoopThread, connection: socket.socket) -> None:
+    """Skips the gateway's time until it has ended or aborted the connection. Nothing may come on it."""
+    connection.setblocking(False)
+
+    def has_ended() -> bool:
+        loop.skip(LONG_S / 4)
+        try:
+            assert connection.recv(4096) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            pass
+        return True
+
+    wait_until(has_ended)
+
+
+def send_until_cut_off(loop: LoopThread, connection: socket.socket) -> None:
+    """Sends until the gateway has aborted the connection. The gateway's time passes meanwhile."""
+    with pytest.raises(ConnectionError):
+        while True:
+            connection.send(bytes(65536))
+            loop.skip(LONG_S / 8)
+
+
+def test_who_sends_on_after_the_answer_is_cut_off(own_loop: LoopThread, scripted: ScriptedServer) -> None:
+    limits = {"head_timeout_s": LONG_S}
+    with gateway_here(own_loop, scripted.address, max_request_bytes=SMALLEST, limits=limits) as gateway:
         connection = gateway.connect()
         connection.putrequest("POST", COMPLETIONS)
         connection.putheader("connection", "close")
         connection.putheader("content-length", str(1 << 40))
         connection.endheaders()
-        with pytest.raises(ConnectionError):
-            while True:
-                connection.send(bytes(65536))
+        assert connection.sock.recv(4096).startswith(b"HTTP/1.1 41")
+        send_until_cut_off(own_loop, connection.sock)
         connection.close()
         with socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as damaged:
             head = post(BODY, "transfer-encoding: chunked").partition(b"content-length")[0]
@@ -128,9 +162,7 @@ def test_who_sends_on_after_the_answer_is_cut_off(loop: LoopThread, scripted: Sc
             wait_until(lambda: gateway.metric("baton_gateway_reading_requests") == 1)
             damaged.sendall(b"zz\r\n")
             assert damaged.makefile("rb").read().startswith(b"HTTP/1.1 400")
-            with pytest.raises(ConnectionError):
-                while True:
-                    damaged.send(b" ")
+            send_until_cut_off(own_loop, damaged)
 
 
 def test_a_body_that_does_not_come_is_given_up(loop: LoopThread, scripted: ScriptedServer) -> None:
@@ -166,22 +198,55 @@ def test_a_body_that_comes_too_slowly_is_given_up(loop: LoopThread, scripted: Sc
         assert (answer.status, b"request_timeout" in answer.read()) == (408, True)
 
 
-def test_a_body_that_comes_fast_enough_may_take_longer(loop: LoopThread, scripted: ScriptedServer) -> None:
-    scripted.inference.script = [started(), delta([1], "a"), finished()]
-    window_s = 1.5
-    limits = {"body_grace_s": 0.0, "body_window_s": window_s, "min_body_rate": 4}  # six bytes in the window
-    with gateway_here(loop, scripted.address, limits=limits) as gateway, ExitStack() as stack:
-        connection = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), BOUND_S))
-        head, body = post(BODY).split(b"\r\n\r\n")
-        connection.sendall(head + b"\r\n\r\n")
-        began_s = time.monotonic()
-        for place in range(0, len(body), 8):
-            time.sleep(window_s / 3)
-            connection.sendall(body[place : place + 8])
-        assert time.monotonic() - began_s > 1.5 * window_s
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        assert answer.status == 200
+class KeepsBodies(PostEndpoint):
+    """An endpoint that keeps the bodies that it reads."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        super().__init__(
+            served_model=cast(ServedModel, None),  # not asked
+            open_requests=OpenRequests(max_open=1, max_reading_bytes=1 << 20),
+            metrics=GatewayMetrics(CollectorRegistry()),
+            limits=limits,
+        )
+        self.bodies: list[bytes] = []
+
+    async def _answer(self, body: bytes, *_: object) -> None:
+        self.bodies.append(body)
+
+
+@pytest.mark.parametrize(("pause", "is_read"), [(1 / 3, True), (0.9, False)], ids=["fast enough", "too slow"])
+async def test_a_body_that_comes_fast_enough_may_take_longer(
+    monkeypatch: pytest.MonkeyPatch, pause: float, is_read: bool
+) -> None:
+    """The parts, of five bytes, come in pauses of a part of the window, in which six bytes must come."""
+    loop, window_s, sent = asyncio.get_running_loop(), 1.5, json.dumps(BODY).encode()
+    began_s = now_s = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now_s)
+    parts = iter([sent[place : place + 5] for place in range(0, len(sent), 5)])
+    answers: list[Message] = []
+
+    async def receive() -> Message:
+        nonlocal now_s
+        now_s += pause * window_s
+        for _ in range(3):  # timers run in the turn after the one in which they are due
+            await asyncio.sleep(0)
+        part = next(parts, b"")
+        return {"type": "http.request", "body": part, "more_body": part != b""}
+
+    async def send(message: Message) -> None:
+        answers.append(message)
+
+    limits = HttpLimits.of(GatewaySettings())
+    limits = dataclasses.replace(limits, body_grace_s=0.0, body_window_s=window_s, min_body_rate=4)
+    endpoint = KeepsBodies(limits)
+    record = HttpRecord(route=COMPLETIONS, is_messages_api=False, client="a")
+    headers = [(b"content-type", b"application/json")]
+    await endpoint({"type": "http", "headers": headers, "state": {"record": record}}, receive, send)
+    if is_read:
+        assert (endpoint.bodies, answers) == ([sent], [])
+        assert now_s - began_s > 1.5 * window_s
+    else:
+        assert (endpoint.bodies, answers[0]["status"]) == ([], 408)
 
 
 def test_a_small_body_that_stalls_once_is_waited_for(loop: LoopThread, scripted: ScriptedServer) -> None:
@@ -231,21 +296,20 @@ def test_large_bodies_on_their_way_are_bounded_of_each_client_and_in_all() -> No
 )
 @pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
 def test_a_head_that_does_not_come_costs_the_connection(
-    loop: LoopThread, scripted: ScriptedServer, begun: bytes, is_second: bool
+    own_loop: LoopThread, scripted: ScriptedServer, begun: bytes, is_second: bool
 ) -> None:
-    limits = {"head_timeout_s": SHORT_S, "keep_alive_s": 2}
+    limits = {"head_timeout_s": LONG_S, "keep_alive_s": int(LONG_S)}
     with (
-        gateway_here(loop, scripted.address, limits=limits) as gateway,
+        gateway_here(own_loop, scripted.address, limits=limits) as gateway,
         socket.create_connection(("127.0.0.1", gateway.port), BOUND_S) as connection,
     ):
         if is_second:
             connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            received = b""
-            while b"ok" not in received:
-                received += connection.recv(4096)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert b"ok" in answer.read()
         connection.sendall(begun)
-        with suppress(ConnectionError):  # aborted
-            assert connection.recv(4096) == b""
+        assert_ends_as_time_passes(own_loop, connection)
 
 
 def test_a_head_that_is_too_large_is_refused(edge: GatewayHere) -> None:

@@ -10,6 +10,15 @@ from typing import Any, TypeVar
 ResultT = TypeVar("ResultT")
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time can be moved forward."""
+
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.skipped_s
+
+
 class LoopThread:
     """An event loop in a daemon thread. It runs from construction until it is closed.
 
@@ -18,7 +27,7 @@ class LoopThread:
 
     def __init__(self, *, bound_s: float = 60.0, on_fault: Callable[[dict[str, Any]], None] | None = None) -> None:
         self._bound_s = bound_s
-        self._loop = asyncio.new_event_loop()
+        self._loop = _Loop()
         if on_fault is not None:
             self._loop.set_exception_handler(lambda _, context: on_fault(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="loop", daemon=True)
@@ -27,6 +36,16 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Runs the coroutine on the loop and returns its result. Raises TimeoutError after `bound_s`."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(self._bound_s)
+
+    def skip(self, seconds: float) -> None:
+        """Moves the loop's time forward, and returns once the timers that are due by then have run."""
+
+        async def skip() -> None:
+            self._loop.skipped_s += seconds
+            for _ in range(3):  # timers run in the turn after the one in which they are due
+                await asyncio.sleep(0)
+
+        self.run(skip())
 
     def call_soon(self, act: Callable[[], object]) -> None:
         """Makes the loop call `act` soon, and does not wait for that."""
