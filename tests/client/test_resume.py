@@ -238,10 +238,26 @@ async def test_before_it_is_admitted_it_may_give_up_sooner(server: ScriptedServe
     assert events == [] and isinstance(error, errors.Unavailable)
     assert len(list(requests(server))) <= 6
 
-    server.inference.scripts.extend([[started(), LOST], *[[LOST]] * 4])
-    server.inference.script = [started(), finished()]
-    _, error, _ = await read(client)
-    assert error is None, "it had been admitted"
+
+def test_once_it_is_admitted_it_has_the_longer_time() -> None:
+    now_s, lost = 0.0, errors.Unavailable("lost")
+    generation = Generation(
+        inference_pb2.GenerateRequest(),
+        timeout_s=None,
+        resume_timeout_s=60.0,
+        admission_timeout_s=0.3,
+        clock=lambda: now_s,
+        jitter=lambda: 1.0,
+    )
+    generation.next_call()
+    generation.accept(started())
+    generation.pause_s_after(lost)
+    generation.next_call()
+    now_s = 50.0
+    generation.pause_s_after(lost)
+    now_s = 60.1
+    with pytest.raises(errors.Unavailable):
+        generation.pause_s_after(lost)
 
 
 @pytest.mark.parametrize(("told", "num_calls"), [({"retry_after_s": "0"}, 2), ({"retry_after_s": "7"}, 1), ({}, 1)])
