@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +283,36 @@ async def test_what_a_template_says_is_cut_and_escaped() -> None:
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 600
 
 
+def rendering_pids() -> list[int]:
+    return children_running("common.text.chat_template_process")
+
+
+def told_of(pid: int, what: str) -> str:
+    return Path(f"/proc/{pid}/{what}").read_text()
+
+
+def is_rendering(pid: int) -> bool:
+    """Whether the process, which has been probed, does something."""
+    with suppress(OSError):  # it has ended meanwhile
+        return told_of(pid, "stat").split()[2] == "R"
+    return False
+
+
+async def stop_renderers(num: int, may_stop: Callable[[int], bool] = lambda _: True) -> list[int]:
+    """Waits for `num` processes and stops each (SIGSTOP) once it may stop, so that none reaches its time limit."""
+    await until(lambda: len(rendering_pids()) == num)
+    pids = rendering_pids()
+    for pid in pids:
+        await until(partial(may_stop, pid))
+        os.kill(pid, signal.SIGSTOP)
+    return pids
+
+
+def go_on(pids: Sequence[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
 async def test_a_template_that_does_not_end_is_stopped_while_others_are_rendered() -> None:
     """One template runs for ever between two bytecodes of Python, and the other within a single one. Both are
     stopped.
@@ -290,11 +322,14 @@ async def test_a_template_that_does_not_end_is_stopped_while_others_are_rendered
         "{% if messages | length > 1 %}{{ (messages | length + 5) ** (7 ** 10) }}{% else %}" + nested + "{% endif %}"
     )
     async with Prompts(tokenizer=tokenizer, limits=LIMITS, render_cpu_s=0.5) as prompts:
+        await asyncio.gather(*(within_bound(prompts.encode(HI)) for _ in range(2)))  # now there are two processes
         harmed = [
             asyncio.create_task(prompts.encode(prompt)) for prompt in (HARM, ChatPrompt(HI.messages + HARM.messages))
         ]
+        stopped = await stop_renderers(2, is_rendering)
         assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
         assert not any(task.done() for task in harmed)
+        go_on(stopped)
         for task in harmed:
             with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s of the processor"):
                 await within_bound(task)
@@ -307,10 +342,6 @@ async def test_a_text_that_a_template_makes_too_long_does_not_fit_the_context() 
     async with Prompts(tokenizer=byte_level(chat_template=source), limits=LIMITS) as prompts:
         with pytest.raises(ContextExceeded):
             await within_bound(prompts.encode(ChatPrompt((ChatMessage("user", "harm"),))))
-
-
-def rendering_pids() -> list[int]:
-    return children_running("common.text.chat_template_process")
 
 
 async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end() -> None:
@@ -330,14 +361,12 @@ LONG_HARM = ChatPrompt((ChatMessage("user", "-"),) * 70 + HARM.messages)
 """A chat with few characters and many messages."""
 NUM_PLACES = 4
 """The number of processes that render short conversations."""
+NUM_LONGER_PLACES = 2
+"""The number of processes that render conversations as long as LONG_HARM."""
 
 
 def renderings() -> list[asyncio.Task[Any]]:
     return [task for task in asyncio.all_tasks() if task.get_name() == "render_chat"]
-
-
-def told_of(pid: int, what: str) -> str:
-    return Path(f"/proc/{pid}/{what}").read_text()
 
 
 async def cancelled(tasks: Sequence[asyncio.Task[Sequence[int]]]) -> None:
@@ -355,6 +384,7 @@ async def test_a_chat_that_waits_for_a_process_goes_with_its_client_and_one_that
     ) as prompts:
         tasks = [asyncio.create_task(prompts.encode(HARM)) for _ in range(NUM_PLACES + 2)]
         await until(lambda: len(renderings()) == NUM_PLACES)
+        stopped = await stop_renderers(NUM_PLACES)
         with pytest.raises(Overloaded, match=f"{max_bytes} bytes of prompts wait to be rendered"):
             await prompts.encode(HARM)
         await cancelled(tasks[NUM_PLACES:])
@@ -364,6 +394,7 @@ async def test_a_chat_that_waits_for_a_process_goes_with_its_client_and_one_that
         with pytest.raises(Overloaded):
             await prompts.encode(HARM)
         await cancelled(others)
+        go_on(stopped)
         await asyncio.wait(renderings(), timeout=8 * BOUND_S)
         assert not renderings()
         assert await within_bound(prompts.encode(HI))
@@ -373,9 +404,10 @@ async def test_a_short_chat_waits_for_no_longer_ones() -> None:
     tokenizer = harming(NESTED)
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
         harmed = [asyncio.create_task(prompts.encode(LONG_HARM)) for _ in range(12)]
-        await until(lambda: bool(renderings()))
+        stopped = await stop_renderers(NUM_LONGER_PLACES)
         assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
         assert not any(task.done() for task in harmed)
+        go_on(stopped)
         await cancelled(harmed)
 
 
@@ -420,7 +452,7 @@ async def test_a_chat_whose_process_is_killed_over_it_may_come_again() -> None:
         while not harmed.done():
             await asyncio.wait({harmed}, timeout=0.05)
             for pid in rendering_pids():
-                if pid not in killed and "R" in told_of(pid, "stat").split()[2]:
+                if pid not in killed and is_rendering(pid):
                     os.kill(pid, signal.SIGKILL)
                     killed.add(pid)
         with pytest.raises(Overloaded, match="its process ended"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from common.config.settings import DecodeSettings, PrefillSettings
 from decode_service import main as decode_main
 from prefill_service import main as prefill_main
 from tests.support.free_ports import free_address
-from tests.support.services_here import serving_here
+from tests.support.services_here import BOUND_S, serving_here
 
 
 async def test_a_decode_service_is_ready_once_its_name_resolves_and_hands_over_to_what_is_behind_it(
@@ -43,8 +44,12 @@ async def test_a_decode_service_is_ready_once_its_name_resolves_and_hands_over_t
         serving_here(decode_main, decode, READY_SERVICE["decode"]) as service,
     ):
         await service.turns(HealthStatus.NOT_SERVING)
-        (missing,) = (await service.client.load()).prefill_replicas
-        assert (missing.address, missing.is_ready) == ("dns:///prefill:50051", False)
+        async with asyncio.timeout(BOUND_S):
+            while True:
+                (missing,) = (await service.client.load()).prefill_replicas
+                assert (missing.address, missing.is_ready) == ("dns:///prefill:50051", False)
+                if missing.reason != "not looked up yet":
+                    break
         assert "nothing is behind it" in missing.reason
 
         behind.append(prefill.listen)

@@ -25,13 +25,14 @@ from baton_cpu.compiler.kernel_cache import keep_kernels
 from common.checkpoints.cache import kernels_cache_dir
 from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
+from tests.support.running_pair import wait_until
 
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     _compile_kernels()
-    assert len(os.listdir("/proc/self/task")) == 1, "a child would miss the other threads"
+    wait_until(lambda: len(os.listdir("/proc/self/task")) == 1, about=lambda: "a child would miss the other threads")
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     for line in sys.stdin:
         order = json.loads(line)

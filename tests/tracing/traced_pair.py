@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import pytest
 from opentelemetry.trace import Tracer
 
 from baton.client import AsyncClient
 from common.config.settings import ProcessSettings
+from common.telemetry import span_export
+from common.telemetry.span_export import SpanExport
 from common.telemetry.tracing import process_tracer
 from tests.support.free_ports import free_address
-from tests.support.services_here import ServiceHere, pair_here
+from tests.support.services_here import BOUND_S, ServiceHere, pair_here
 
 CHUNK_TOKENS = 32
 
@@ -41,6 +45,8 @@ async def traced_pair(
         listen=free_address(), otlp_endpoint=endpoint if caller_endpoint is None else caller_endpoint
     )
     async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(span_export, "SpanExport", partial(SpanExport, flush_timeout_s=BOUND_S))
 
         def tracer_of(settings: ProcessSettings, program: str) -> Tracer:
             return stack.enter_context(process_tracer(settings, service=program, instance_id="here"))
