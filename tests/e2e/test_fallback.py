@@ -51,10 +51,14 @@ def test_long_prompts_are_answered_while_prefill_is_gone_and_handed_over_when_it
         assert [each.result().token_ids for each in streaming] == expected[:NUM_REQUESTS]
         assert [each.result().token_ids for each in late] == expected[NUM_REQUESTS:]
         assert num_attempts([each.result() for each in late]) == {0}, "somebody computed them, and it was not prefill"
-    assert pair.is_ready(), "the pair serves, so it is ready"
+    wait_until(pair.is_ready, about=pair.load)  # the pair serves, so it is ready
 
     victim.start()
     wait_until(lambda: not pair.load().is_degraded, about=pair.load)
-    again = [WORKLOAD.complete(pair.client, number) for number in range(2)]
-    assert num_attempts(again) == {1}
-    assert [each.token_ids for each in again] == expected[:2]
+
+    def are_handed_over() -> bool:
+        again = [WORKLOAD.complete(pair.client, number) for number in range(2)]
+        assert [each.token_ids for each in again] == expected[:2]
+        return num_attempts(again) == {1}
+
+    wait_until(are_handed_over, about=pair.load)

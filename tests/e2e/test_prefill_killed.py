@@ -107,7 +107,7 @@ def test_requests_of_a_killed_replica_are_computed_by_the_other_and_it_is_used_a
     assert num_interrupted > 0
     attempts = [completion.result().timings.num_handoff_attempts for completion in completions]
     assert sum(attempts) == WORKLOAD.num_kinds + num_interrupted
-    assert [replica.is_ready for replica in load.prefill_replicas] == [False, True]
+    wait_until(lambda: [replica.is_ready for replica in pair.load().prefill_replicas] == [False, True], about=pair.load)
 
     start(pair, [victim])
     num_steps_before = pair.prefill_load(0).num_steps

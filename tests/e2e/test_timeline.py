@@ -147,10 +147,15 @@ def intervals_ns(spans: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
 
 def test_an_arrow_leads_from_each_segments_copy_to_its_landing(trace: dict[str, Any]) -> None:
     spans = by_track(trace, "X")
-    copies = [span for span in spans["baton.v1.Prefill", "sending"] if span["name"] == "copy_out"]
-    sends = [span for span in spans["baton.v1.Inference", "handoff"] if span["name"] == "send PrefillBatch"]
-    last_request_ts = max(span["ts"] for span in sends)  # the recording may end anywhere in it
-    landings = [span for span in spans["baton.v1.Inference", "landing"] if span["ts"] < last_request_ts]
+    # Either recording may begin and end anywhere in a request, and not when the other does.
+    asked_ts = [span["ts"] for span in spans["baton.v1.Inference", "handoff"] if span["name"] == "send PrefillBatch"]
+    answered_ts = [span["ts"] for span in spans["baton.v1.Prefill", "handoff"] if span["name"] == "send PrebuiltBatch"]
+    copies = [
+        span
+        for span in spans["baton.v1.Prefill", "sending"]
+        if span["name"] == "copy_out" and span["ts"] < max(answered_ts)
+    ]
+    landings = [span for span in spans["baton.v1.Inference", "landing"] if min(asked_ts) < span["ts"] < max(asked_ts)]
     flows = {span["args"]["flow"] for span in copies} & {span["args"]["flow"] for span in landings}
     begins = {arrow["id"] for arrow in by_track(trace, "s")["baton.v1.Prefill", "sending"]}
     ends = {arrow["id"] for arrow in by_track(trace, "f")["baton.v1.Inference", "landing"]}

@@ -14,6 +14,7 @@ import grpc
 import pytest
 import typer
 
+from baton import planner
 from baton.cli.services import plan
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, FailedPrecondition, Unauthenticated, Unavailable
 from baton.planner import advise, sample_loads
@@ -21,6 +22,7 @@ from baton.roles import RoleClient, RoleState
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, roles_pb2, roles_pb2_grpc
 from common.role import Role
 from tests.support.free_ports import free_ports
+from tests.support.services_here import BOUND_S
 
 BEFORE = RoleState(
     role=Role.PREFILL,
@@ -54,6 +56,11 @@ class ScriptedClient(RoleClient):
         if isinstance(answer, BatonError):
             raise answer
         return answer
+
+
+@pytest.fixture(autouse=True)
+def patient_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "CALL_TIMEOUT_S", BOUND_S)
 
 
 @pytest.fixture

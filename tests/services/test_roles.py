@@ -22,6 +22,7 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
+from baton import planner
 from baton.cli.services import plan, role
 from baton.client import AsyncClient, PrefillClient
 from baton.errors import FailedPrecondition, Unauthenticated
@@ -423,9 +424,10 @@ async def test_the_roles_service_refuses_what_it_does_not_know_and_asks_for_the_
 
 
 async def test_the_commands_tell_roles_and_what_the_load_wants(
-    tiny_model_dir: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+    tiny_model_dir: Callable[[str], Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nobody = free_address()
+    monkeypatch.setattr(planner, "CALL_TIMEOUT_S", BOUND_S)
+    nobody, now_s = free_address(), 0.0
     async with pair_here(tiny_model_dir("llama")) as pair:
         prefill, decode = pair.prefill.address, pair.decode.address
         await pair.decode.client.complete(token_ids=[10, 20, 30], max_tokens=2)
@@ -434,7 +436,10 @@ async def test_the_commands_tell_roles_and_what_the_load_wants(
         await asyncio.to_thread(plan, [prefill, decode, nobody], window_s=1.0, interval_s=0.1, as_json=True)
         loop = asyncio.get_running_loop()
 
-        def stop_decode(_seconds: float) -> None:
+        def stop_decode(seconds: float) -> None:
+            nonlocal now_s
+            now_s += seconds
+
             async def stop() -> None:
                 pair.decode.terminated.set()
                 await pair.decode.serving
@@ -442,7 +447,12 @@ async def test_the_commands_tell_roles_and_what_the_load_wants(
             asyncio.run_coroutine_threadsafe(stop(), loop).result(BOUND_S)
 
         load = await asyncio.to_thread(
-            sample_loads, [prefill, decode], window_s=0.2, interval_s=0.15, sleep=stop_decode
+            sample_loads,
+            [prefill, decode],
+            window_s=0.2,
+            interval_s=0.15,
+            clock=lambda: now_s,
+            sleep=stop_decode,
         )
     printed = capfd.readouterr().out
     first, last = (json.loads(line) for line in printed.splitlines() if line.startswith('{"event": '))
