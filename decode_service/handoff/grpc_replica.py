@@ -171,14 +171,18 @@ class GrpcReplica:
     async def _open_pool(self, response: prefill_pb2.GetFingerprintResponse) -> None:
         """Maps the replica's pool if it is shared memory, or starts opening it in the background if it is NIXL's.
 
-        A later poll (`_follow_pool`) takes the opened pool. If neither works, KV comes over gRPC.
+        A later poll (`_follow_pool`) takes the opened pool. If neither works, KV comes over gRPC, and what may have
+        failed for a moment only is tried again later.
         """
         groups = self._fingerprint.layer_groups
         if response.kv_pool:
             try:
                 self._pool = await asyncio.to_thread(MappedPool, response.kv_pool, groups=groups)
             except PoolUnusable as error:
-                _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)
+                if isinstance(error.__cause__, TimeoutError):  # a busy machine, not another one
+                    self._retry_pool_later(str(error))
+                else:
+                    _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)
         elif response.nixl_pool.agent_metadata:
             opening = NixlPool.opened(response.nixl_pool, groups=groups, timeout_s=self._timeouts.nixl_timeout_s)
             self._opening = asyncio.create_task(opening, name="nixl")
@@ -204,7 +208,7 @@ class GrpcReplica:
         _log.warning("prefill replica %s: its KV comes over gRPC for %s s: %s", self.address, wait_s, reason)
 
     def _new_backoff(self) -> Backoff:
-        return Backoff(first_s=self._timeouts.nixl_retry_s, max_doublings=_MAX_DOUBLINGS)
+        return Backoff(first_s=self._timeouts.pool_retry_s, max_doublings=_MAX_DOUBLINGS)
 
     def _let_go_of_pool(self) -> None:
         """Stops using the current pool, including one that is still being opened."""

@@ -29,7 +29,7 @@ class HandoffTimeouts:
     that, or no further frame within `progress_timeout_s`. Each replica is polled every `poll_interval_s`; a request of
     a poll fails after `poll_timeout_s`. Each DNS name is looked up every `look_up_interval_s`; a look-up fails after
     `look_up_timeout_s`. Each NIXL operation (reading a segment, or starting the process) fails after `nixl_timeout_s`.
-    After a failure the pool is opened again after `nixl_retry_s`, a wait that doubles with each failure in a row.
+    After a failure the pool is opened again after `pool_retry_s`, a wait that doubles with each failure in a row.
     Closing waits for at most `close_timeout_s`.
     """
 
@@ -41,7 +41,7 @@ class HandoffTimeouts:
     look_up_interval_s: float = 2.0
     look_up_timeout_s: float = 5.0
     nixl_timeout_s: float = 10.0
-    nixl_retry_s: float = 5.0
+    pool_retry_s: float = 5.0
     close_timeout_s: float = 5.0
 
     @classmethod

@@ -28,7 +28,7 @@ GROUPS = (TARGET,)
 
 class Pair(NixlHome):
     def __init__(self, peers: NixlPeers, retry_s: float = 600.0) -> None:
-        self.timeouts = replace(FAST, nixl_retry_s=retry_s)
+        self.timeouts = replace(FAST, pool_retry_s=retry_s)
         self.prefill, self.decode = ScriptedPrefill(), RecordingDecode()
         super().__init__(self.prefill, self.decode, FINGERPRINT, ROOMY_BUDGET_BYTES, peers)
 

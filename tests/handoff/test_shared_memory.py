@@ -5,10 +5,12 @@ end.
 from __future__ import annotations
 
 import gc
+import itertools
 import secrets
 import socket
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +27,7 @@ from common.wire.handoff import KvSegment
 from decode_service.handoff import grpc_replica
 from decode_service.messages import BreakCall, CancelHandoffRows, SegmentsLanded, StartHandoff
 from prefill_service.messages import BytesSent, SegmentsReturned
-from tests.handoff.homes import GrpcHome, LentSegments, read
+from tests.handoff.homes import FAST, GrpcHome, LentSegments, read
 from tests.handoff.samples import (
     FINGERPRINT,
     ROOMY_BUDGET_BYTES,
@@ -173,6 +175,29 @@ def test_a_receiver_that_cannot_map_the_pool_gets_payload(monkeypatch: pytest.Mo
     pair = Pair()
     pair.start()
     assert not pair.shares_memory()
+    pair.close()
+
+
+def test_a_pool_that_is_not_given_in_time_is_mapped_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    class GivenTheThirdTime(MappedPool):
+        tries = itertools.count(1)
+
+        def __init__(self, name: str, *, groups: Sequence[LayerGroupSpec]) -> None:
+            if next(self.tries) < 3:
+                raise PoolUnusable(f"{name} cannot be mapped: timed out") from TimeoutError("timed out")
+            super().__init__(name, groups=groups)
+
+    monkeypatch.setattr(grpc_replica, "MappedPool", GivenTheThirdTime)
+    monkeypatch.setattr(Pair, "timeouts", replace(FAST, pool_retry_s=0.05))
+    pair = Pair()
+    num_calls = itertools.count(1)
+
+    def shares_memory() -> bool:
+        num = next(num_calls)
+        pair.transport.start(StartHandoff(f"call {num}", pair.address, (row("0"),)))
+        return pair.prefill.opened(num)[-1].shares_memory
+
+    wait_until(shares_memory)
     pair.close()
 
 
