@@ -2,7 +2,7 @@
 
 system      the tools, and how to call them; the first user if the template has no system messages
 assistant   its words, then <tool_call> blocks
-user        <tool_response> blocks, one for each answer
+user        <tool_response> blocks, one for each answer, and the user's words that follow
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def in_ordinary_messages(
     """Returns the conversation with tools, calls and answers written as ordinary messages, and for each message the
     place that it comes from, such as "messages[0]".
 
-    Answers that follow each other become one message, because some templates want users and assistants to take turns.
-    `has_answers` says that the template has a form for answers, which then stay as they are. `has_system` says that it
-    has a form for system messages.
+    Answers that follow each other become one message with the user's words after them, because some templates want
+    users and assistants to take turns. `has_answers` says that the template has a form for answers, which then stay as
+    they are. `has_system` says that it has a form for system messages.
     """
     told = _TOLD.format(tools="\n".join(json.dumps(each.as_read(), ensure_ascii=False) for each in tools))
     written: list[ChatMessage] = []
@@ -57,18 +57,17 @@ def in_ordinary_messages(
             places.append(f"messages[{index}]")
             continue
         if role == "tool":
-            content = f"{ANSWER_BEGIN}{content}{ANSWER_END}"
-            if before == "tool":
-                written[-1] = ChatMessage("user", f"{written[-1].content}\n{content}")
-                continue
-            role = "user"
+            role, content = "user", f"{ANSWER_BEGIN}{content}{ANSWER_END}"
         elif index == told_at:
             parts = (content, told) if has_system else (told, content)
             content = "\n\n".join(part for part in parts if part.strip())
         elif message.tool_calls:
             content = "\n".join([*([content] if content.strip() else []), *map(_call, message.tool_calls)])
-        written.append(ChatMessage(role, content, reasoning=message.reasoning))
-        places.append(f"messages[{index}]")
+        if role == "user" and before == "tool":
+            written[-1] = ChatMessage("user", f"{written[-1].content}\n{content}")
+        else:
+            written.append(ChatMessage(role, content, reasoning=message.reasoning))
+            places.append(f"messages[{index}]")
         before = message.role
     return written, places
 

@@ -95,8 +95,7 @@ def test_a_template_without_tools_tells_them_in_a_system_message(before: list[Ch
     assert rest == [
         'hi<assistant><tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": 1}}\n</tool_call>',
-        RESPONSES,
-        "so?<assistant>",
+        f"{RESPONSES}\nso?<assistant>",
     ]
 
 
@@ -130,6 +129,12 @@ def test_a_template_without_system_messages_tells_tools_in_the_first_user_messag
     assert first.startswith("You can call functions") and "\n\nhi<assistant><tool_call>" in first
     assert all(json.dumps(tool.as_read(), ensure_ascii=False) in first for tool in (WEATHER, CLOCK))
     assert rest == [f"{RESPONSES}<assistant>yes", "so?<assistant>"]
+
+
+@pytest.mark.parametrize("source", [TURNS + ASKING, TOOLS + TURNS + ASKING], ids=["no tools", "tools"])
+def test_a_user_may_speak_after_an_answer_where_a_template_wants_turns(source: str) -> None:
+    text = rendered(source, USER, CALLING, *ANSWERS, ChatMessage("user", "so?"), ASSISTANT, USER)
+    assert text.endswith(f"</tool_call><user>{RESPONSES}\nso?<assistant>yes<user>hi<assistant>")
 
 
 def test_a_template_without_system_messages_has_a_user_tell_where_none_speaks_yet() -> None:
