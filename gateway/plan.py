@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.requests import SamplingOptions
 from common.text.chat_messages import ChatMessage
-from gateway.reasoning import TEMPLATE_VARIABLES, ReasoningWish
+from gateway.reasoning import TEMPLATE_VARIABLES, ReasoningWish, heeded_of
 from gateway.served_model import ModelCard
 from gateway.tools import ToolUse
 
@@ -51,9 +51,11 @@ class ChatInput:
     """What the request says about reasoning. Wishes that the model cannot heed are left out."""
 
     def served_by(self, card: ModelCard, ignored: list[str]) -> ChatInput:
-        """Returns the prompt for this model. Adds the fields that mean nothing to it to `ignored`."""
+        """Returns the prompt for this model. Adds the fields that mean nothing to it to `ignored`. Raises ApiError if
+        two that it heeds contradict each other.
+        """
         reasons = card.output_format.reasoning is not None
-        heeded = tuple(wish for wish in self.wishes if wish.is_heeded(card.template_variables, reasons=reasons))
+        heeded = heeded_of(self.wishes, card.template_variables, reasons=reasons)
         ignored += sorted(wish.field for wish in self.wishes if wish not in heeded)
         told = {name: value for wish in heeded for name, value in wish.variables.items()}
         told = {name: value for name, value in told.items() if name in card.template_variables}
@@ -137,7 +139,9 @@ class Plan:
     num_repeated_bytes: int = 0
 
     def served_by(self, card: ModelCard, ignored: list[str]) -> Plan:
-        """Returns the plan for this model. Adds the fields that mean nothing to it to `ignored`."""
+        """Returns the plan for this model. Adds the fields that mean nothing to it to `ignored`. Raises ApiError if
+        two that it heeds contradict each other.
+        """
         ignored += sorted(wish.field for wish in self.wishes)
         prompts = tuple(each.served_by(card, ignored) if isinstance(each, ChatInput) else each for each in self.prompts)
         return replace(self, prompts=prompts)

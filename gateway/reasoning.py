@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -55,24 +56,25 @@ class ReasoningWish:
         """Whether the field says anything."""
         return bool(self.variables) or self.max_tokens is not None or self.switch is not None
 
+    @property
+    def asks(self) -> bool | None:
+        """Whether the field asks for reasoning (True) or forbids it (False). None if it does neither."""
+        return False if self.max_tokens == 0 else self.switch
+
+    @property
+    def is_degree(self) -> bool:
+        """Whether the field says how much to reason, if at all."""
+        return self.asks is None and (self.max_tokens is not None or "reasoning_effort" in self.variables)
+
     def differs_from(self, other: ReasoningWish) -> bool:
-        """Whether no model can do what both fields say."""
-        both = self.variables.keys() & other.variables.keys()
-        return (
-            len({self.max_tokens, other.max_tokens} - {None}) > 1
-            or len({self.switch, other.switch} - {None}) > 1
-            or any(self.variables[name] != other.variables[name] for name in both)
-            or (self._forbids and other._asks)
-            or (self._asks and other._forbids)
-        )
+        """Whether the fields give one thing two values, other than whether to reason."""
+        both = (self.variables.keys() & other.variables.keys()) - {*_SWITCHES}
+        is_other_limit = bool(self.max_tokens and other.max_tokens) and self.max_tokens != other.max_tokens
+        return is_other_limit or any(self.variables[name] != other.variables[name] for name in both)
 
-    @property
-    def _forbids(self) -> bool:
-        return self.max_tokens == 0
-
-    @property
-    def _asks(self) -> bool:
-        return bool(self.switch) or "reasoning_effort" in self.variables
+    def contradicts(self, other: ReasoningWish) -> bool:
+        """Whether one field asks for reasoning and the other forbids it."""
+        return {self.asks, other.asks} == {True, False}
 
     def below(self, given: Mapping[str, Any]) -> ReasoningWish:
         """Returns the wish without what the `given` template variables, which take precedence, already decide."""
@@ -167,9 +169,25 @@ def wishes_of(kwargs: Mapping[str, Any] | None, *wishes: ReasoningWish) -> tuple
     Raises ApiError if two fields differ.
     """
     given = kwargs or {}
-    for later, earlier in ((wishes[i], wishes[j]) for i in range(len(wishes)) for j in range(i)):
-        if later.differs_from(earlier):
-            raise invalid(later.field, f"differs from {earlier.field}")
+    _refuse_pairs(wishes, ReasoningWish.differs_from)
     fields = [each.below(given) for each in wishes]
     templates = [ReasoningWish(f"chat_template_kwargs.{k}", {k: given[k]}) for k in TEMPLATE_VARIABLES if k in given]
     return tuple(each for each in (*fields, *templates) if each.is_any)
+
+
+def heeded_of(wishes: Sequence[ReasoningWish], variables: Set[str], *, reasons: bool) -> tuple[ReasoningWish, ...]:
+    """Returns the wishes that a model heeds, if its chat template reads `variables`, and if it reasons. How much to
+    reason means nothing beside a budget of 0.
+
+    Raises ApiError if one of these wishes asks for reasoning and another forbids it.
+    """
+    heeded = tuple(each for each in wishes if each.is_heeded(variables, reasons=reasons))
+    _refuse_pairs(heeded, ReasoningWish.contradicts)
+    is_off = any(each.max_tokens == 0 for each in heeded)
+    return tuple(each for each in heeded if not (is_off and each.is_degree))
+
+
+def _refuse_pairs(wishes: Sequence[ReasoningWish], is_refused: Callable[[ReasoningWish, ReasoningWish], bool]) -> None:
+    for earlier, later in combinations(wishes, 2):
+        if is_refused(later, earlier):
+            raise invalid(later.field, f"differs from {earlier.field}")

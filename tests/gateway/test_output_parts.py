@@ -173,6 +173,16 @@ def test_a_model_that_does_not_reason_has_words_only(edge: GatewayHere, reasons:
             "chat_template_kwargs.enable_thinking, reasoning_effort",
         ),
         ("/v1/completions", {"thinking": {"type": "enabled"}, "max_tokens": 9}, "thinking"),
+        (
+            "/v1/completions",
+            {"thinking": {"type": "disabled"}, "reasoning_effort": "low"},
+            "reasoning_effort, thinking",
+        ),
+        (
+            "/v1/chat/completions",
+            {"enable_thinking": False, "thinking": {"type": "enabled"}},
+            "enable_thinking, thinking",
+        ),
     ],
 )
 def test_what_says_how_to_reason_is_left_out_and_named_where_it_means_nothing(
@@ -209,6 +219,32 @@ def test_what_says_how_to_reason_reaches_a_template_that_reads_it(
     request = reasons.inference.requests.get(timeout=BOUND_S)
     assert json.loads(request.chat.chat_template_kwargs or "{}") == variables
     assert request.sampling.reasoning == Reasoning(start="<think>", end="</think>", max_tokens=limit)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        (
+            "/v1/messages",
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}, "max_tokens": 9},
+            "output_config.effort",
+        ),
+        ("/v1/chat/completions", {"reasoning_effort": "high", "thinking_token_budget": 0}, "reasoning_effort"),
+        ("/v1/chat/completions", {"reasoning_effort": "none", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ("/v1/chat/completions", {"reasoning_effort": "none", "thinking_token_budget": 1}, "thinking_token_budget"),
+        ("/v1/responses", {"reasoning": {"effort": "low", "enabled": False}}, "reasoning.effort"),
+    ],
+)
+def test_how_much_to_reason_is_left_out_and_named_beside_no_reasoning(
+    path: str, fields: dict[str, Any], ignored: str, edge: GatewayHere, reasons: ScriptedServer
+) -> None:
+    reasons.inference.template_variables = ["thinking", "reasoning_effort"]
+    said = {"input": "hi"} if path == "/v1/responses" else CHAT
+    answer = edge.ask("POST", path, {**said, "model": "demo", **fields})
+    assert (answer.status, answer.headers["x-ignored-fields"]) == (200, ignored)
+    request = reasons.inference.requests.get(timeout=BOUND_S)
+    assert json.loads(request.chat.chat_template_kwargs or "{}").keys() <= {"thinking"}
+    assert request.sampling.reasoning.max_tokens == 0
 
 
 def test_the_decode_service_is_told_the_markers_and_the_limit_of_reasoning(

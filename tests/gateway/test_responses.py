@@ -405,7 +405,7 @@ def test_options_travel(edge: GatewayHere, speaks: ScriptedServer) -> None:
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
-        ({"reasoning": {"effort": "none"}, "thinking_token_budget": 3}, "thinking_token_budget"),
+        ({"reasoning": {"max_tokens": 2}, "thinking_token_budget": 3}, "reasoning.max_tokens"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"metadata": {"a" * 65: ""}}, "metadata"),
