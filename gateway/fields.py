@@ -14,9 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import jiter
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SkipValidation,
     ValidationError,
@@ -27,7 +25,7 @@ from pydantic import (
 from baton.requests import SamplingOptions
 from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS, NumberOption
 from gateway.errors import ApiError, invalid, not_served, shown
-from gateway.grammar_fields import Constraint, GrammarFields, ResponseFormat, StrictFields, without_null
+from gateway.grammar_fields import Constraint, GrammarFields, ResponseFormat, StrictFields
 
 MAX_FIELDS = 256
 """The most fields in a request. It is high because clients of some servers send every known field with its default."""
@@ -129,9 +127,7 @@ def _all_tokens(value: Any) -> Any:
     return 0 if type(value) is int and value == -1 else value
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class StreamOptions(StrictFields):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # accepted, because no stream of the gateway is obfuscated
@@ -204,11 +200,11 @@ class GenerationFields(GrammarFields, RequestFields):
 class ChoicesFields(GenerationFields):
     """The request fields of the endpoints whose answers have choices."""
 
-    stream_options: Annotated[StreamOptions, BeforeValidator(without_null)] | None = None
+    stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
     max_tokens: int | None = None
-    response_format: Annotated[ResponseFormat, BeforeValidator(without_null)] | None = None
+    response_format: ResponseFormat | None = None
     # Fields beyond OpenAI's.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False
@@ -351,7 +347,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[RequestFields]) -> None:
     """Raises ApiError if the field `name` is unknown, or if it is unsupported and its value would change the answer."""
-    value, nothings = values[name], {**ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
+    value, nothings = _without_null(values[name]), {**ASKS_FOR_NOTHING, **kind.asks_for_nothing}.get(name)
     if nothings is None:
         hint = f", its name here is {kind.names_here[name]}" if name in kind.names_here else ""
         raise invalid(name[:64], f"is unknown{hint}", code="unknown_parameter")
@@ -365,6 +361,13 @@ def _refuse_what_asks(name: str, values: Mapping[str, Any], kind: type[RequestFi
         raise not_served(name, " or ".join(map(json.dumps, nothings)) + " is" if nothings else "")
     if switch is None or not isinstance(value, list) or values.get(switch) != "none":
         raise not_served(name, f"{_NEWER[name]} is" if is_replaced else f'unless {switch} is "none"')
+
+
+def _without_null(value: Any) -> Any:
+    """Returns the value without the fields of its objects that are null."""
+    if isinstance(value, dict):
+        return {name: _without_null(inner) for name, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_same(value: Any, other: Any) -> bool:

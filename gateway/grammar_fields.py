@@ -26,10 +26,6 @@ def _as_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-def without_null(value: Any) -> Any:
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-
-
 GrammarText = Annotated[str, Field(min_length=1)]
 SchemaText = Annotated[GrammarText, BeforeValidator(_as_text)]
 """A JSON schema, which comes as an object or as its text."""
@@ -38,7 +34,14 @@ Texts = Annotated[list[str], Field(min_length=1)]
 
 
 class StrictFields(BaseModel):
+    """The fields of an object in a request. One that is null counts as absent."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, fields: Any) -> Any:
+        return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
 
 class JsonSchema(StrictFields):
@@ -129,7 +132,7 @@ class GrammarFields(StrictFields):
     Only an empty `grammar` counts as absent.
     """
 
-    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_null)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaText | None = None
     guided_regex: GrammarText | None = None
     guided_choice: Texts | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.errors import invalid
-from gateway.grammar_fields import StrictFields, without_null
+from gateway.grammar_fields import StrictFields
 
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -136,10 +136,10 @@ class ReasoningFields(StrictFields):
     """The fields of all endpoints with conversations or prompts that say how to reason and how long to answer."""
 
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning: Annotated[ReasoningOptions, BeforeValidator(without_null)] = ReasoningOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     enable_thinking: bool | None = None
     thinking_token_budget: Limit = None
-    thinking: Annotated[Thinking, BeforeValidator(without_null)] | None = None
+    thinking: Thinking | None = None
     verbosity: Verbosity | None = None
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from baton.events import Delta, Event, Finished, FinishReason
 from common.text.chat_messages import Tool, ToolChoice
@@ -23,7 +23,7 @@ from gateway.conversation import (
 )
 from gateway.errors import ApiError, invalid, messages_error
 from gateway.fields import GenerationFields, RequestFields, parse_fields
-from gateway.grammar_fields import Constraint, SchemaText, StrictFields, without_null
+from gateway.grammar_fields import Constraint, SchemaText, StrictFields
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatInput, Plan
 from gateway.reasoning import Effort, ReasoningFields, Thinking, effort_wish
@@ -74,9 +74,9 @@ class ConversationFields(ReasoningFields, RequestFields):
     messages: Annotated[Messages, messages_schema(ROLES, {"anyOf": TEXT_OR_PARTS})]
     system: Annotated[Any, _SYSTEM_SCHEMA] = None
     tools: Annotated[list[Any], at_most(MAX_TOOLS)] | None = None
-    tool_choice: Annotated[ChosenTool, BeforeValidator(without_null)] | None = None
-    thinking: Annotated[BudgetedThinking, BeforeValidator(without_null)] | None = None
-    output_config: Annotated[OutputConfig, BeforeValidator(without_null)] | None = None
+    tool_choice: ChosenTool | None = None
+    thinking: BudgetedThinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None  # accepted, because what may be cached is cached anyway
     reasoning_effort: Effort | None = None
     thread: Any = None

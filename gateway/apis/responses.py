@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
 from baton.events import Delta, Event, Finished, FinishReason, PositionLogprobs
@@ -31,7 +31,7 @@ from gateway.conversation import (
 )
 from gateway.errors import ApiError, invalid, none_of, not_served
 from gateway.fields import GenerationFields, parse_fields
-from gateway.grammar_fields import OBJECT_SCHEMA, Constraint, StrictFields, without_null
+from gateway.grammar_fields import OBJECT_SCHEMA, Constraint, StrictFields
 from gateway.logprobs import token_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
 from gateway.parsing.parser import OutputParser
@@ -110,7 +110,7 @@ class TextFormat(StrictFields):
 
 
 class TextOptions(StrictFields):
-    format: Annotated[TextFormat, BeforeValidator(without_null)] | None = None
+    format: TextFormat | None = None
     verbosity: Verbosity | None = None
 
 
@@ -144,12 +144,12 @@ class ResponseFields(ReasoningFields, GenerationFields):
     tools: Annotated[list[Any], at_most(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    text: Annotated[TextOptions, BeforeValidator(without_null)] = TextOptions()
-    reasoning: Annotated[ResponseReasoningOptions, BeforeValidator(without_null)] = ResponseReasoningOptions()
+    text: TextOptions = TextOptions()
+    reasoning: ResponseReasoningOptions = ResponseReasoningOptions()
     metadata: Annotated[dict[str, str], at_most(_MAX_METADATA), AfterValidator(_check_metadata)] = Field(
         default_factory=dict
     )
-    stream_options: Annotated[ResponseStreamOptions, BeforeValidator(without_null)] | None = None
+    stream_options: ResponseStreamOptions | None = None
 
     asks_for_nothing: ClassVar = {
         "background": (False,),

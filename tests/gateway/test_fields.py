@@ -117,6 +117,13 @@ def test_false_log_probabilities_of_a_completion_are_none(logprobs: Any, expecte
     assert completion(logprobs=logprobs).sampling["logprobs"] == expected
 
 
+def test_a_field_of_an_object_inside_an_object_that_is_null_is_absent() -> None:
+    schema = {"schema": {"enum": [None]}}
+    named = {**schema, "name": None, "value": None}
+    plans = [completion(response_format={"type": "json_schema", "json_schema": each}) for each in (schema, named)]
+    assert plans[0] == plans[1] and plans[0].sampling["json_schema"] == '{"enum": [null]}'
+
+
 def test_true_is_no_number_of_them() -> None:
     with pytest.raises(ApiError, match=r"^logprobs: "):
         completion(logprobs=True)
