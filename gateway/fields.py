@@ -330,7 +330,7 @@ def _number_schema(option: NumberOption) -> dict[str, Any]:
     kind = "integer" if option.kind is int else "number"
     within = {"type": kind, low: option.low, "maximum": option.high}
     others = [-1] * (option.name in _NUMBER_TYPES)
-    about = {"description": option.help, "default": option.default}
+    about = {"description": f"{option.help} The default is {option.default_text}."}
     return {**about, "anyOf": [within, {"enum": others}]} if others else {**about, **within}
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pydantic import WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+
 from common.text.chat_messages import Tool, ToolChoice
 from gateway.conversation import kind_not_served, refuse_other_fields
 from gateway.errors import invalid, none_of, not_served
@@ -18,6 +21,49 @@ _NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": 
 """Fields of a tool that are not served, with the values that ask for nothing."""
 _BESIDE = ("type", "cache_control")
 _CHOICES = ("none", "auto", "required")
+_STRING: JsonSchemaValue = {"type": "string"}
+_FUNCTION_TYPE: JsonSchemaValue = {"type": {"enum": ["function", None]}}
+_NAMED: JsonSchemaValue = {"type": "object", "required": ["name"], "properties": {"name": _STRING}}
+
+
+def function_schema(schema_field: str, *needed: str, beside: JsonSchemaValue | None = None) -> JsonSchemaValue:
+    """Returns the JSON schema of what `parse_function` takes, for the OpenAPI document. It must have the fields in
+    `needed` besides the name. `beside` are the schemas of fields that `parse_function` does not read.
+    """
+    fields = {
+        "name": _STRING,
+        "description": {"type": ["string", "null"]},
+        schema_field: {"type": "object" if schema_field in needed else ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    }
+    return {"type": "object", "required": ["name", *needed], "properties": {**(beside or {}), **fields}}
+
+
+def _choice_schema(inner: JsonSchemaValue) -> JsonSchemaValue:
+    """Returns the JSON schema of a choice. `inner` are the schemas of its fields besides `type`."""
+    kind = {"enum": ["function", "allowed_tools"]}
+    return {"anyOf": [{"enum": list(_CHOICES)}, {"type": "object", "properties": {"type": kind, **inner}}]}
+
+
+def tools_schema(tool: JsonSchemaValue) -> WithJsonSchema:
+    """Returns the JSON schema of a list of tools."""
+    return WithJsonSchema({"type": "array", "items": tool})
+
+
+_ALLOWED = {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": {"type": "object"}}}
+TOOLS = tools_schema(
+    {
+        "type": "object",
+        "required": ["function"],
+        "properties": {**_FUNCTION_TYPE, "function": function_schema("parameters")},
+    }
+)
+FLAT_TOOLS = tools_schema(function_schema("parameters", beside=_FUNCTION_TYPE))
+CHOICE = WithJsonSchema(
+    _choice_schema({"function": _NAMED, "allowed_tools": {"type": "object", "properties": _ALLOWED}})
+)
+FLAT_CHOICE = WithJsonSchema(_choice_schema({"name": _STRING, **_ALLOWED}))
+"""The JSON schemas of the fields `tools` and `tool_choice`, in both forms that `parse_tools` takes."""
 
 
 @dataclass(frozen=True)  # without slots, for the cached property

@@ -75,7 +75,7 @@ def _option(*names: str, help: str, default: object, **more: Any) -> Any:
 
 SAMPLING: Mapping[str, Any] = {
     **{
-        name: Annotated[option.kind | None, _option(help=option.help, default=option.default)]
+        name: Annotated[option.kind | None, _option(help=option.help, default=option.default_text)]
         for name, option in NUMBER_OPTIONS.items()
     },
     "seed": Annotated[int | None, _option(help="The same seed draws the same tokens.", default="random")],

@@ -10,16 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from common.errors import UnsupportedModel
 from common.model.model_files import CONFIG, GENERATION_CONFIG, read_object
 from common.sampling.params import MAX_END_TOKEN_IDS, NUMBER_OPTIONS
 
 _FIELD = "eos_token_id"
 _CONFIGS = (GENERATION_CONFIG, CONFIG)
-_OPTIONS = {name: option for name, option in NUMBER_OPTIONS.items() if hasattr(GenerationConfig(), name)}
-"""The options that transformers has by the same name, which generation_config.json may therefore set."""
 
 
 def read_end_tokens(directory: Path) -> dict[int, str]:
@@ -70,8 +66,8 @@ def read_sampling_defaults(directory: Path) -> Mapping[str, float]:
     content = read_object(path) if path.exists() else {}
     defaults: dict[str, float] = {}
     is_greedy = content.get("do_sample") is False
-    for name, option in _OPTIONS.items():
-        if (value := content.get(name)) is None:
+    for name, option in NUMBER_OPTIONS.items():
+        if not option.is_models or (value := content.get(name)) is None:
             continue
         if option.kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)

@@ -26,7 +26,8 @@ _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
 class NumberOption:
     """The definition of a sampling option that is a number: its default, range and help text.
 
-    Values lie in [low, high], or in (low, high] if `is_low_open`.
+    Values lie in [low, high], or in (low, high] if `is_low_open`. If `is_models`, the model's generation_config.json
+    comes before the default.
     """
 
     name: str
@@ -35,7 +36,13 @@ class NumberOption:
     low: float
     high: float
     is_low_open: bool
+    is_models: bool
     help: str
+
+    @property
+    def default_text(self) -> str:
+        """The value of a request that gives none, in words."""
+        return f"the model's, else {self.default}" if self.is_models else str(self.default)
 
     def fault(self, value: float, *, sent: float | None = None) -> str | None:
         """Returns what is wrong with the value, in words for an error that names the option, or None if the value is
@@ -71,9 +78,11 @@ def _as_float32(value: float) -> float:
     return float(rounded)
 
 
-def _number(default: float, *, low: float, high: float, is_low_open: bool = False, help: str) -> Any:
-    about = {"default": default, "low": low, "high": high, "is_low_open": is_low_open, "help": help}
-    return field(default=default, metadata=about)
+def _number(
+    default: float, *, low: float, high: float, is_low_open: bool = False, is_models: bool = False, help: str
+) -> Any:
+    about = {"low": low, "high": high, "is_low_open": is_low_open, "is_models": is_models, "help": help}
+    return field(default=default, metadata={"default": default, **about})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +99,26 @@ class ResolvedSampling:
 
     seed: int
     max_tokens: int
-    temperature: float = _number(1.0, low=0.0, high=100.0, help="Higher is more varied; 0 is greedy.")
+    temperature: float = _number(1.0, low=0.0, high=100.0, is_models=True, help="Higher is more varied; 0 is greedy.")
     top_p: float = _number(
-        1.0, low=0.0, high=1.0, is_low_open=True, help="Draw from the likeliest tokens that hold this share."
+        1.0,
+        low=0.0,
+        high=1.0,
+        is_low_open=True,
+        is_models=True,
+        help="Draw from the likeliest tokens that hold this share.",
     )
-    top_k: int = _number(0, low=0, high=MAX_UINT32, help="Draw from this many likeliest tokens; 0 is all.")
+    top_k: int = _number(
+        0, low=0, high=MAX_UINT32, is_models=True, help="Draw from this many likeliest tokens; 0 is all."
+    )
     min_p: float = _number(
-        0.0, low=0.0, high=1.0, help="Draw from tokens this likely, the likeliest being 1; 0 is all."
+        0.0, low=0.0, high=1.0, is_models=True, help="Draw from tokens this likely, the likeliest being 1; 0 is all."
     )
     min_tokens: int = _number(0, low=0, high=MAX_UINT32, help="Tokens of output, at least.")
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = _number(
-        1.0, low=1e-3, high=100.0, help="Above 1, tokens that were there are less likely."
+        1.0, low=1e-3, high=100.0, is_models=True, help="Above 1, tokens that were there are less likely."
     )
     presence_penalty: float = _number(0.0, low=-2.0, high=2.0, help="Taken from the logit of each token of the output.")
     frequency_penalty: float = _number(0.0, low=-2.0, high=2.0, help="The same, for each time it is there.")

@@ -33,7 +33,7 @@ from gateway.parsing.events import CallArguments, CallBegun, ContentText, Output
 from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatInput, Plan
 from gateway.reasoning import Effort, ReasoningFields, effort_wish
-from gateway.tools import parse_tools
+from gateway.tools import CHOICE, TOOLS, parse_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MESSAGE_FIELDS = {"role", "content", "name", "cache_control"}
@@ -74,8 +74,8 @@ ChatMessages = Annotated[
 class TemplateFields(ReasoningFields, RequestFields):
     """The fields that the chat template sees, besides the messages."""
 
-    tools: Annotated[list[Any], at_most(MAX_TOOLS)] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Any], at_most(MAX_TOOLS), TOOLS] | None = None
+    tool_choice: Annotated[Any, CHOICE] = None
     parallel_tool_calls: bool | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None

@@ -29,11 +29,12 @@ from gateway.plan import ChatInput, Plan
 from gateway.reasoning import Effort, ReasoningFields, Thinking, effort_wish
 from gateway.request_record import MESSAGES_PATH
 from gateway.sending import ServerEvent
-from gateway.tools import ToolUse, no_tool, parse_function, tool_names
+from gateway.tools import ToolUse, function_schema, no_tool, parse_function, tool_names, tools_schema
 
 _MAX_NAME_CHARS = 128
 _TOOL_HINTS = frozenset({"type", "cache_control", "eager_input_streaming"})
 """A tool's fields that change nothing here, except `type`, which is checked."""
+_TOOLS = tools_schema(function_schema("input_schema", "input_schema", beside={"type": {"enum": ["custom", None]}}))
 _SYSTEM_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
 
 
@@ -73,7 +74,7 @@ class ConversationFields(ReasoningFields, RequestFields):
     model: str
     messages: Annotated[Messages, messages_schema(ROLES, {"anyOf": TEXT_OR_PARTS})]
     system: Annotated[Any, _SYSTEM_SCHEMA] = None
-    tools: Annotated[list[Any], at_most(MAX_TOOLS)] | None = None
+    tools: Annotated[list[Any], at_most(MAX_TOOLS), _TOOLS] | None = None
     tool_choice: ChosenTool | None = None
     thinking: BudgetedThinking | None = None
     output_config: OutputConfig | None = None

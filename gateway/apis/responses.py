@@ -38,7 +38,7 @@ from gateway.parsing.parser import OutputParser
 from gateway.plan import ChatInput, Plan
 from gateway.reasoning import ReasoningFields, ReasoningOptions, Verbosity, verbosity_wish
 from gateway.sending import ServerEvent
-from gateway.tools import parse_tools
+from gateway.tools import FLAT_CHOICE, FLAT_TOOLS, parse_tools
 
 _INPUT_SCHEMA: JsonSchemaValue = {
     "description": "must be a string or a list of items",
@@ -141,8 +141,8 @@ class ResponseFields(ReasoningFields, GenerationFields):
     max_output_tokens: int | None = None
     include: list[str] = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Any], at_most(MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Any = None
+    tools: Annotated[list[Any], at_most(MAX_TOOLS), FLAT_TOOLS] = Field(default_factory=list)
+    tool_choice: Annotated[Any, FLAT_CHOICE] = None
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ResponseReasoningOptions = ResponseReasoningOptions()

@@ -119,7 +119,7 @@ def test_help_says_what_the_server_takes_for_options_that_are_not_given(command:
     flags = set(re.findall(r"--(?!no-)[a-z-]+", sampling))
     assert {"--temperature", "--top-p", "--seed", "--max-tokens"} <= flags
     assert sampling.count("[default: ") == len(flags - {"--json"})
-    assert re.search(r"--temperature .*? \[default: \(1\.0\)\]", sampling)
+    assert re.search(r"--temperature .*? \[default: \(the model's, else 1\.0\)\]", sampling)
 
 
 def test_the_figures_of_a_level_are_one_line_of_a_terminal(server: ScriptedServer) -> None:

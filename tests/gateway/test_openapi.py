@@ -103,9 +103,11 @@ def test_a_body_has_exactly_the_fields_that_are_taken(
             assert code_of(**{field: content["default"]}) is None, field
     assert code_of(nonsense=1) == "unknown_parameter" and "nonsense" not in schema["properties"]
     assert "numbers" not in schema["properties"]
-    temperature, top_k = (schema["properties"][name] for name in ("temperature", "top_k"))
-    assert temperature.items() >= {"type": ["number", "null"], "minimum": 0.0, "maximum": 100.0, "default": 1.0}.items()
-    assert top_k["default"] == 0 and top_k["anyOf"][1:] == [{"enum": [-1]}, {"type": "null"}]
+    temperature, top_k, penalty = (schema["properties"][name] for name in ("temperature", "top_k", "presence_penalty"))
+    assert temperature.items() >= {"type": ["number", "null"], "minimum": 0.0, "maximum": 100.0}.items()
+    assert top_k["anyOf"][1:] == [{"enum": [-1]}, {"type": "null"}]
+    for content, default in ((temperature, "the model's, else 1.0"), (top_k, "the model's, else 0"), (penalty, "0.0")):
+        assert "default" not in content and content["description"].endswith(f" The default is {default}.")
 
 
 def test_messages_and_items_have_the_fields_that_are_taken(document: Any) -> None:
@@ -125,3 +127,32 @@ def test_messages_and_items_have_the_fields_that_are_taken(document: Any) -> Non
     assert {"type": "null"} not in message["properties"]["content"]["anyOf"]
     with pytest.raises(ApiError):
         parse_message(json.dumps({"model": "demo", "max_tokens": 8, "messages": says_nothing}).encode())
+
+
+def test_tools_have_the_fields_that_are_taken(document: Any) -> None:
+    def fields_of(name: str, field: str) -> dict[str, Any]:
+        fields: dict[str, Any] = document["components"]["schemas"][name]["properties"]
+        return fields[field]
+
+    beside = {"name": {"type": "string"}, "description": {"type": ["string", "null"]}}
+    last = {"strict": {"type": ["boolean", "null"]}}
+    function = {**beside, "parameters": {"type": ["object", "null"]}, **last}
+    kind = {"type": {"enum": ["function", None]}}
+    for name in ("ChatFields", "TokenizeFields"):
+        tool = fields_of(name, "tools")["anyOf"][0]["items"]
+        assert (tool["properties"].keys(), tool["required"]) == ({"type", "function"}, ["function"])
+        assert (tool["properties"]["function"]["properties"], tool["properties"]["type"]) == (function, kind["type"])
+    flat = fields_of("ResponseFields", "tools")["items"]
+    assert (flat["properties"], flat["required"]) == ({**kind, **function}, ["name"])
+    for name in ("MessageFields", "ConversationFields"):
+        tool = fields_of(name, "tools")["anyOf"][0]["items"]
+        taken = {"type": {"enum": ["custom", None]}, **beside, "input_schema": {"type": "object"}, **last}
+        assert (tool["properties"], tool["required"]) == (taken, ["name", "input_schema"])
+    for name, inner in (
+        ("ChatFields", {"function", "allowed_tools"}),
+        ("TokenizeFields", {"function", "allowed_tools"}),
+        ("ResponseFields", {"name", "mode", "tools"}),
+    ):
+        words, choice, null = fields_of(name, "tool_choice")["anyOf"]
+        assert (words["enum"], choice["properties"].keys()) == (["none", "auto", "required"], {"type", *inner})
+        assert null == {"type": "null"}
