@@ -99,13 +99,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
 def connection_words(details: str) -> str:
     """Returns an explanation of `details`, the text of a status that gRPC itself made; other texts unchanged."""
     if found := _NOT_CONNECTED.fullmatch(details):
-        address, why = unquote(found["address"]), found["why"]
-        verdict = _VERDICT.search(why)
-        return next(words for part, words in _WORDS if part in why).format(
-            address=address,
-            cause=_REMOTE.sub("", why, count=1),
-            verdict=f" ({verdict['verdict']})" if verdict and verdict["verdict"] else "",
-        )
+        return _unreachable_words(unquote(found["address"]), found["why"])
     if found := _NOT_FOUND.fullmatch(details):
         return f"no host is known by the name of {found['address']}"
     if removed := _REMOVED.fullmatch(details):
@@ -113,3 +107,17 @@ def connection_words(details: str) -> str:
     if details.endswith(_RESET) or f"{_RESET} (" in details:
         return _BROKEN["Socket closed"]
     return _BROKEN.get(details, details)
+
+
+def unconnected_words(address: str, cause: str) -> str:
+    """Returns the same explanation where another client than gRPC could not connect, for the system's `cause`."""
+    return _unreachable_words(address, f"Failed to connect to remote host: {cause}")
+
+
+def _unreachable_words(address: str, why: str) -> str:
+    verdict = _VERDICT.search(why)
+    return next(words for part, words in _WORDS if part in why).format(
+        address=address,
+        cause=_REMOTE.sub("", why, count=1),
+        verdict=f" ({verdict['verdict']})" if verdict and verdict["verdict"] else "",
+    )

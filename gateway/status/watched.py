@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +17,7 @@ from baton.errors import BatonError
 from baton.server_info import InferenceLoad
 from common.addresses import DnsName, address_of, host_and_port, is_name, parse_name
 from common.rpc.bearer_tokens import authorization
+from common.rpc.errors import unconnected_words
 from common.rpc.name_lookup import LookedUpName, LookUp
 from gateway.status.figures import (
     Exposition,
@@ -182,6 +184,8 @@ class Scraper:
                 return parse_exposition(text)  # takes milliseconds
         except TimeoutError:
             raise ScrapeFailed(f"no whole answer within {self._timeout_s:g} s") from None
+        except httpx2.ConnectError as error:
+            raise ScrapeFailed(unconnected_words(address, _cause_of(error))) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ScrapeFailed(str(error) or type(error).__name__) from error
         except ValueError as error:
@@ -208,6 +212,14 @@ class Scraper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _cause_of(error: httpx2.ConnectError) -> str:
+    """Returns the system's words for a connection that failed. The HTTP client's own do not say why."""
+    root: BaseException = error
+    while (cause := root.__cause__ or root.__context__) is not None:
+        root = cause
+    return os.strerror(root.errno) if isinstance(root, OSError) and root.errno else str(error)
 
 
 class WatchedService:

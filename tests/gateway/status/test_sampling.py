@@ -53,7 +53,7 @@ async def test_a_target_that_is_gone_says_why_and_the_others_go_on() -> None:
         await sampling.close()
 
     assert (left.address, left.is_reachable, left.rows) == (gone, False, None)
-    assert left.reason
+    assert left.reason == f"nothing listens at {gone} (connection refused)"
     assert left.figures.output_tokens_per_s == 2.5, "what it had done, over the time until now"
     assert stayed.is_reachable
 
