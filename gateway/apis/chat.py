@@ -36,7 +36,7 @@ from gateway.reasoning import Effort, ReasoningFields, effort_wish
 from gateway.tools import CHOICE, TOOLS, parse_tools
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_MESSAGE_FIELDS = {"role", "content", "name", "cache_control"}
+_MESSAGE_FIELDS = {"role", "content", "name", "cache_control", "metadata"}
 _FIELDS_OF_ROLES = {
     "assistant": {"refusal", "tool_calls", "reasoning_content", "reasoning", "reasoning_details"},
     "tool": {"tool_call_id"},

@@ -114,7 +114,7 @@ def called(id: str, arguments: str = '{"a": 1}', **fields: Any) -> dict[str, Any
 def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], expected: str) -> None:
     calls = [called("x"), called("y", arguments="", index=1, cache_control={})]
     messages: list[dict[str, Any]] = [
-        {"role": "developer", "content": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        {"role": "developer", "content": "Be brief.", "cache_control": {"type": "ephemeral"}, "metadata": {}},
         {"role": "user", "content": [{"type": "text", "text": "the other thing"}, {"type": "text", "text": "Now."}]},
     ]
     messages.append({"role": "assistant", "tool_calls": calls, **message})
