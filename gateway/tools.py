@@ -128,6 +128,8 @@ def _tool(place: str, tool: Any, *, is_flat: bool) -> Tool:
         raise invalid(place, "must be an object with type and " + ("name" if is_flat else "function"))
     if tool.get("type") not in (None, "function"):
         raise kind_not_served(f"{place}.type", tool.get("type"), '"function" is')
+    if is_flat and tool.get("function") is not None:
+        raise not_served(f"{place}.function", "its fields beside type are")
     if is_flat:
         return parse_function(place, {name: value for name, value in tool.items() if name not in _BESIDE})
     for name in ("name", "description", "parameters", "strict"):

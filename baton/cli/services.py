@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Self
@@ -41,15 +41,30 @@ def info(
     token = options.read_token(token_file)
     with reported_errors(as_json), options.decode_client(address, tls, token) as client:
         model, load = client.model_info(), client.load()
+        failures = _failures(client.address.split(","), tls, token)
     if as_json:
-        print_json("info", address=client.address, model=model, load=load)
+        print_json("info", address=client.address, model=model, load=load, failures=failures)
     else:
-        _print_info(client.address, model, load)
+        _print_info(client.address, model, load, failures)
 
 
-def _print_info(address: str, model: ModelInfo, load: InferenceLoad) -> None:
+def _failures(addresses: Sequence[str], tls: Tls | None, token: str | None) -> dict[str, str]:
+    """Asks each of several decode services. Returns by address why one does not answer; a call asks any that does."""
+    failures: dict[str, str] = {}
+    for address in addresses if len(addresses) > 1 else ():
+        with Client(address, tls=tls, token=token, rpc_timeout_s=LOAD_TIMEOUT_S) as client:
+            try:
+                client.load()
+            except BatonError as error:
+                failures[address] = str(error)
+    return failures
+
+
+def _print_info(address: str, model: ModelInfo, load: InferenceLoad, failures: Mapping[str, str]) -> None:
     table = Table(show_header=False, box=None)
     table.add_row("address", address)
+    for each, reason in failures.items():
+        table.add_row("no answer", reason if each in reason else f"{each}: {reason}")
     table.add_row("model", f"{model.model} ({model.architecture})")
     table.add_row("runs on", f"{model.device}, {model.dtype}")
     table.add_row("context", f"{model.max_context_tokens} tokens, vocabulary {model.vocab_size}")

@@ -238,7 +238,9 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatInput, dict[str
         raise ApiError(400, "thread: is not served", param="thread", details=details)  # clients go on without it
     messages, params = chat_of(fields.system, fields.messages)
     last = messages[-1]
-    if len(messages) > 1 and last.role == "assistant" and not (last.content.strip() or last.tool_calls):
+    if last.role == "assistant" and not (last.content.strip() or last.tool_calls):
+        if len(messages) == 1:
+            raise invalid("messages", "there is nothing to answer, only an empty message of the assistant")
         messages = messages[:-1]  # nothing to go on with: a new answer
     options: dict[str, Any] = {}
     effort = None if fields.output_config is None else fields.output_config.effort

@@ -25,6 +25,7 @@ from baton.errors import Unavailable
 from baton.running_pairs import announced
 from baton.v1 import types_pb2
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
+from tests.support.free_ports import free_address
 
 
 def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
@@ -385,6 +386,16 @@ def test_info_shows_model_and_load(server: ScriptedServer) -> None:
 def test_info_as_json_has_both(server: ScriptedServer) -> None:
     (line,) = json_lines(run("info", "--address", server.address, "--json"))
     assert (line["model"]["vocab_size"], line["load"]["rows"]["total"]) == (49152, 4)
+
+
+def test_info_names_each_of_several_services_that_does_not_answer(server: ScriptedServer) -> None:
+    server.become_ready()
+    dead = free_address()
+    both = f"{dead},{server.address}"
+    reason = f"nothing listens at {dead} (connection refused)"
+    assert re.search(rf"no answer +{re.escape(reason)}", run("info", "--address", both).stdout)
+    (line,) = json_lines(run("info", "--address", both, "--json"))
+    assert line["failures"] == {dead: reason}
 
 
 def test_plan_says_what_it_watches_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -627,12 +627,9 @@ def test_an_answer_that_says_nothing_yet_is_a_new_one(
     assert ([each.role for each in chat.messages], chat.continue_final_message) == (["user"], False)
 
 
-def test_an_answer_that_says_nothing_is_no_conversation(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    scripted.inference.script = [started(), finished()]
-    answer = edge.ask("POST", MESSAGES, {**BODY, "messages": [{"role": "assistant", "content": ""}]})
-    assert answer.status == 200, "the decode service decides, and names the field"
-    chat = scripted.inference.requests.get(timeout=BOUND_S).chat
-    assert ([each.role for each in chat.messages], chat.continue_final_message) == (["assistant"], True)
+def test_an_answer_that_says_nothing_is_no_conversation() -> None:
+    with pytest.raises(ApiError, match=r"^messages: there is nothing to answer"):
+        prompt_of(messages=[{"role": "assistant", "content": ""}])
 
 
 def test_a_stream_that_fails_ends_with_an_error_event(edge: GatewayHere, scripted: ScriptedServer) -> None:

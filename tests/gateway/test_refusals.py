@@ -414,6 +414,11 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
         ),
         (CHAT, {"tools": [{**TOOL, "strict": True}]}, "tools[0].strict: is not served, strict inside function is"),
         (
+            "/v1/responses",
+            {"input": "hi", "tools": [TOOL]},
+            "tools[0].function: is not served, its fields beside type are",
+        ),
+        (
             CHAT,
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name: 'g' is no tool's name, 'f' is",
