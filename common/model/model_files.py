@@ -95,6 +95,7 @@ _VOCABULARIES = (
 )
 TOKENIZER_FILES = (*_VOCABULARIES, "merges.txt", _ADDED_TOKENS, "special_tokens_map.json")
 """The tokenizer's files, which the fingerprint covers, except for its settings."""
+_TOKENIZER_ARGUMENTS: Mapping[str, Any] = {"trust_remote_code": False, "split_special_tokens": False}
 _READ = re.compile(r"model.*\.safetensors|[^.].*\.(json|model|txt|jinja)")
 _OWN_CODE = "needs code that comes with the model, which is never run"
 _NUM_NAMED = 3
@@ -367,7 +368,7 @@ def read_tokenizer(directory: Path) -> Any | None:
 
     If there is a tokenizer.json, texts are normalised, split and merged as it says. Many tokenizer classes of
     transformers take only its vocabulary and have rules of their own. Of such a class only the default special tokens
-    are kept, if the files add them to the vocabulary.
+    are kept, if the files add them to the vocabulary. `split_special_tokens` of the settings is ignored.
     """
     there = [name for name in _VOCABULARIES if (directory / name).exists()]
     if not there and not (directory / _TOKENIZER_SETTINGS).exists():
@@ -375,12 +376,16 @@ def read_tokenizer(directory: Path) -> Any | None:
     is_converted = there and _TOKENIZER not in there
     only = f" is {there[0]} without {_TOKENIZER}, which has to be added here" if is_converted else ""
     with model_faults(f"{directory.name}: its tokenizer{only}"):
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), **_TOKENIZER_ARGUMENTS)
         added = None if type(tokenizer) is TokenizersBackend else _added_tokens(directory)
         if added is not None:
             named = tokenizer.special_tokens_map.items()
             special: dict[str, Any] = {name: token for name, token in named if token in added}
-            tokenizer = TokenizersBackend.from_pretrained(str(directory), trust_remote_code=False, **special)
+            tokenizer = TokenizersBackend.from_pretrained(str(directory), **_TOKENIZER_ARGUMENTS, **special)
+    model = tokenizer.backend_tokenizer.model if isinstance(tokenizer, TokenizersBackend) else None
+    if dropout := getattr(model, "dropout", None):
+        place = f"{directory.name}/{_TOKENIZER_FILES[0]}"
+        raise UnsupportedModel(f"{place}: model.dropout is {dropout:g}, with which a text has other ids each time")
     return tokenizer
 
 

@@ -449,6 +449,10 @@ TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
         ),
         "tokenizer: needs code that comes with the model, which is never run",
     ),
+    "dropout": (
+        lambda m: m.json("tokenizer.json", lambda c: c["model"].update(dropout=0.5)),
+        "tokenizer.json: model.dropout is 0.5",
+    ),
     "without-tokenizer.json": (
         only_sentencepiece,
         "its tokenizer is tokenizer.model without tokenizer.json, which has to be added here: ",

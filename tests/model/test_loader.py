@@ -145,7 +145,9 @@ def test_text_has_the_ids_of_tokenizer_json_whatever_its_class(
     made.save_pretrained(str(tmp_path))
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del settings["tokenizer_class"]
-    settings |= {"add_bos_token": False} | ({"tokenizer_class": tokenizer_class} if tokenizer_class else {})
+    settings |= {"add_bos_token": False, "split_special_tokens": True} | (
+        {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     tokenizer, file = TextTokenizer.from_directory(tmp_path), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
