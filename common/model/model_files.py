@@ -97,6 +97,10 @@ TOKENIZER_FILES = (*_VOCABULARIES, "merges.txt", _ADDED_TOKENS, "special_tokens_
 """The tokenizer's files, which the fingerprint covers, except for its settings."""
 _TOKENIZER_ARGUMENTS: Mapping[str, Any] = {"trust_remote_code": False, "split_special_tokens": False}
 _READ = re.compile(r"model.*\.safetensors|[^.].*\.(json|model|txt|jinja)")
+_OF_DRAFT_HEADS = re.compile(r"fc\.weight|.*\.eh_proj\.weight")
+"""Matches names of tensors that only draft heads have. A model's checkpoint may have those of MTP too."""
+_FINAL_NORM = "model.norm.weight"
+_IS_DRAFT_HEAD = "is a draft head, for --draft, and no model"
 _OWN_CODE = "needs code that comes with the model, which is never run"
 _NUM_NAMED = 3
 
@@ -318,6 +322,8 @@ def _refuse_unread(raw: Mapping[str, Any], config: Any, place: str) -> None:
 
 
 def _check_type(raw: Mapping[str, Any], place: str) -> None:
+    if "speculators_model_type" in raw:
+        raise UnsupportedModel(f"{place}: {_IS_DRAFT_HEAD}")
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModel(f"{place}: model_type is {model_type!r}; it names the architecture, as llama does")
@@ -770,7 +776,10 @@ def _check_parts(files: ModelFiles, sources: _TensorSources) -> None:
 
 def _check_report(files: ModelFiles, model: Any, report: Mapping[str, Any]) -> None:
     name, tensors, sources = files.directory.name, files.tensors, _TensorSources(model, files)
-    if missing := sorted(report["missing_keys"]):
+    missing = sorted(report["missing_keys"])
+    if missing and _FINAL_NORM not in tensors and any(map(_OF_DRAFT_HEADS.fullmatch, tensors)):
+        raise UnsupportedModel(f"{name}: {_IS_DRAFT_HEAD}")
+    if missing:
         raise UnsupportedModel(f"{name}: {_some(missing)} missing from {_file_names(files)}")
     for key, stored, expected in sorted(report["mismatched_keys"], key=lambda entry: str(entry[0])):
         raise UnsupportedModel(

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import GPT2Config, MixtralConfig
 
 from common.errors import StartupError, UnsupportedModel
 from tests.model.paged_model import PagedModel
+from tests.support.draft_heads import save_eagle1_head, save_eagle3_head, save_mtp_head
 from tests.support.loading import load_target
 from tests.support.models import VOCAB_SIZE, make_tokenizer, random_model, save_tiny_model
 
@@ -573,6 +575,21 @@ def test_a_defect_is_named(defect: str, model: Model, sound_experts: Path) -> No
     break_it(model)
     message = refusal(model)
     assert re.search(named, message), message
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        save_eagle1_head,
+        save_eagle3_head,
+        partial(save_eagle3_head, style="speculators"),
+        partial(save_mtp_head, layout="nextn"),
+    ],
+    ids=["EAGLE-1", "EAGLE-3", "speculators", "MTP"],
+)
+def test_a_draft_head_is_told_from_a_model(save: Callable[..., Path], sound: Path, tmp_path: Path) -> None:
+    message = refusal(Model(save(tmp_path / "broken", target_dir=sound)))
+    assert message.endswith(": is a draft head, for --draft, and no model")
 
 
 @pytest.mark.parametrize("name", LINKED_FILES)
