@@ -390,7 +390,7 @@ def read_tokenizer(directory: Path) -> Any | None:
             tokenizer = TokenizersBackend.from_pretrained(str(directory), **_TOKENIZER_ARGUMENTS, **special)
     model = tokenizer.backend_tokenizer.model if isinstance(tokenizer, TokenizersBackend) else None
     if dropout := getattr(model, "dropout", None):
-        place = f"{directory.name}/{_TOKENIZER_FILES[0]}"
+        place = f"{directory.name}/{_TOKENIZER}"
         raise UnsupportedModel(f"{place}: model.dropout is {dropout:g}, with which a text has other ids each time")
     return tokenizer
 
