@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from baton.local_pair import LocalPair
-from baton.service_process import Role
+from baton.service_process import ProcessRole
 from tests.faults.plan import Action, Fault, FaultPlan
 from tests.storm.ends import ServerEnd, ends_of
 from tests.storm.oracle import Case, make_cases
@@ -131,7 +131,7 @@ def test_ends_that_no_fault_explains_are_told() -> None:
     ],
 )
 def test_a_fault_explains_only_the_failures_it_can_cause_where_it_happened(
-    texts: list[str], faults: dict[tuple[Role, str, str], int], told: str | None
+    texts: list[str], faults: dict[tuple[ProcessRole, str, str], int], told: str | None
 ) -> None:
     problems = unexplained(texts, Counter(faults))
     if told is None:

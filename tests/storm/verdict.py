@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.service_process import Role, ServiceProcess
+from baton.service_process import ProcessRole, ServiceProcess
 from tests.faults.plan import Action, FaultPlan
 from tests.storm.ends import ServerEnd, unseen_failures, wrong_ends
 from tests.storm.logs import entries
 from tests.storm.pairs import MAX_ROWS
 from tests.storm.storm import StormReport
 
-Faults = Counter[tuple[Role, str, str]]
+Faults = Counter[tuple[ProcessRole, str, str]]
 """The numbers of faults that happened, by the service's role, the point and the action."""
 
 SURE = 10.0
@@ -30,7 +30,7 @@ class _FailureClass:
     """
 
     text: re.Pattern[str]
-    cause: tuple[Role, str, str]
+    cause: tuple[ProcessRole, str, str]
     max_requests: int
 
 
@@ -98,7 +98,7 @@ def dead_points(plan: FaultPlan, faults: Faults, visits: Counter[str], *, is_lon
 def unexplained(texts: Sequence[str], faults: Faults) -> list[str]:
     """Describes the errors among `texts` that no fault can have caused, or that outnumber what the faults explain."""
     problems: list[str] = []
-    num_needed: Counter[tuple[Role, str, str]] = Counter()
+    num_needed: Counter[tuple[ProcessRole, str, str]] = Counter()
     classes = {text: _class_of(text) for text in set(texts)}
     problems += [f"{texts.count(text)} failed with {text!r}" for text in sorted(set(texts)) if classes[text] is None]
     counts = Counter(classes[text] for text in texts)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.local_pair import LocalPair
-from baton.service_process import Role, ServiceProcess
+from baton.service_process import ProcessRole, ServiceProcess
 from tests.support.black_hole import BlackHoleProxy
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def forked_pairs(server: ForkServer) -> Callable[..., LocalPair]:
         proxies = ",".join(proxy.address for proxy in through)
         unused = iter(through)
 
-        def new_service(*, role: Role, address: str, arguments: tuple[str, ...], **others: Any) -> ServiceProcess:
+        def new_service(*, role: ProcessRole, address: str, arguments: tuple[str, ...], **others: Any) -> ServiceProcess:
             if through and role == "prefill":
                 host, _, port = address.rpartition(":")
                 next(unused).target = host, int(port)
