@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, unquote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -27,7 +27,17 @@ from common.grammar.matcher import Mask, Matcher, allows, forbid
 from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
-from common.text.json_objects import close_objects, names_in, referred, referred_value
+from common.text.json_objects import (
+    SAID_OF_VALUES,
+    Part,
+    Place,
+    close_objects,
+    inside,
+    names_in,
+    referred,
+    referred_value,
+    schemas_in,
+)
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
 
 _MAX_CACHED = 256
@@ -68,12 +78,6 @@ _JSON_OPTIONS: Any = {
     "json_allowed_escapes": 'nrbtf\\"',  # no \u: it would spell a declared key as another one
     "json_allow_general_unicode_escapes": False,
 }
-_SAID_OF_VALUES = frozenset({"default", "examples"})
-"""Keywords that say nothing about an output. The library reads their numbers nevertheless."""
-_VALUES = frozenset({"const", "enum", *_SAID_OF_VALUES})
-"""Keywords whose values are not schemas."""
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose values are schemas by name. A name may be spelled like a keyword."""
 _JSON = json.JSONDecoder()
 _ANYTHING: Sequence[Any] = (True, {})
 """Schemas that everything fits."""
@@ -123,7 +127,7 @@ _EMPTY = re.compile("Unsatisfiable schema: Regex is empty.*")
 _ELSEWHERE = re.compile("Resource '(.*)' is not present in a registry")
 _ODD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _PLAIN_REFERENCE = re.compile(r"(#(/(\$defs|definitions|properties)/[^/%]*)*)?")
-"""Matches a `$ref` that cannot lead into the value of a keyword in `_VALUES`."""
+"""Matches a `$ref` that cannot lead into a value that is no schema, such as that of `const`."""
 _LARK_PART = re.compile(
     r'"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|[^"\\\x00-\x1f\x7f])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>'
     r"|%(json|llguidance|regex)[ \t\r\n]*"
@@ -132,12 +136,6 @@ _LARK_PART = re.compile(
 and the keywords that JSON follows.
 """
 AnyT = TypeVar("AnyT")
-_Place: TypeAlias = "tuple[_Place, str] | None"
-"""The place of a value in a schema: the place of what contains it, and its name or index there. None: the schema
-itself.
-"""
-_Part: TypeAlias = tuple[_Place, dict[str, Any]]
-"""An object in a schema, and its place."""
 _IN_LARK = "failed to compile JSON schema: "
 _OWN_WORDS = (
     ("oneOf constraints", ("oneOf",), "its branches may overlap, which is not supported; anyOf is"),
@@ -658,9 +656,9 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
         raise GrammarRefused("is not a JSON object")
     options = _options(schema.pop(SCHEMA_OPTIONS, {}))
     _check_is_json(schema)
-    has_odd_reference = any(_has_odd_reference(part) for _, part in _schemas_in(schema))
+    has_odd_reference = any(_has_odd_reference(part) for _, part in schemas_in(schema))
     schemas, values = [], []
-    for place, part in _schemas_in(schema):
+    for place, part in schemas_in(schema):
         _make_counts_whole(part)
         if not has_odd_reference:  # else a reference may lead to what is left out
             _leave_out_idle_keywords(part)  # before the walk goes into them
@@ -671,7 +669,7 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
     for place, part in schemas:
         _check(place, part, _check_keywords, _make_writable)
         if not has_odd_reference:
-            for keyword in _SAID_OF_VALUES:
+            for keyword in SAID_OF_VALUES:
                 part.pop(keyword, None)
     for place, part in values:
         _check(place, part, _check_keywords, _check_has_no_pattern)
@@ -699,7 +697,7 @@ def _options(asked: Any) -> Any:
     return {**_JSON_OPTIONS, **whitespace}
 
 
-def _check(place: _Place, part: dict[str, Any], *checks: Callable[[dict[str, Any]], None]) -> None:
+def _check(place: Place, part: dict[str, Any], *checks: Callable[[dict[str, Any]], None]) -> None:
     """Applies checks that raise _KeywordRefused. Raises GrammarRefused, with the place of the keyword in the schema."""
     try:
         for check in checks:
@@ -710,13 +708,13 @@ def _check(place: _Place, part: dict[str, Any], *checks: Callable[[dict[str, Any
 
 def _check_is_json(schema: dict[str, Any]) -> None:
     """Raises GrammarRefused for a number that JSON lacks, wherever it is."""
-    waiting: list[tuple[_Place, Any]] = [(None, schema)]
+    waiting: list[tuple[Place, Any]] = [(None, schema)]
     while waiting:
         place, part = waiting.pop()
         if isinstance(part, float) and not math.isfinite(part):
             raise GrammarRefused(f"{_path(place)}: is a number that JSON lacks, or larger than any double")
         if isinstance(part, dict | list):
-            waiting += _inside(place, part)
+            waiting += inside(place, part)
 
 
 def _check_keywords(part: dict[str, Any]) -> None:
@@ -728,7 +726,7 @@ def _check_keywords(part: dict[str, Any]) -> None:
                 _check_number(keyword, number)
         elif keyword in _NUMERIC and isinstance(value, int | float):
             _check_number(keyword, value, is_bound=keyword in _BOUNDS)
-        elif keyword not in _SAID_OF_VALUES and isinstance(value, int) and abs(value) >= _MOST:
+        elif keyword not in SAID_OF_VALUES and isinstance(value, int) and abs(value) >= _MOST:
             _check_number(keyword, value)
     multiple = part.get("multipleOf")
     if isinstance(multiple, int | float) and not 0 < multiple <= _MAX_MULTIPLE:
@@ -924,29 +922,13 @@ def _check_length(num_chars: int, kind: GrammarKind) -> None:
         raise GrammarRefused(f"has {num_chars} characters, more than {most}")
 
 
-def _schemas_in(schema: dict[str, Any]) -> Iterator[_Part]:
-    """Yields the schema and all schemas inside it."""
-    waiting: list[tuple[_Place, Any]] = [(None, schema)]
-    while waiting:
-        place, part = waiting.pop()
-        if isinstance(part, list):
-            waiting += _inside(place, part)
-        elif isinstance(part, dict):
-            yield place, part
-            for keyword, value in part.items():
-                if keyword in _BY_NAME and isinstance(value, dict):
-                    waiting += _inside((place, keyword), value)
-                elif keyword not in _VALUES:
-                    waiting.append(((place, keyword), value))
-
-
 def _fault_in(schema: dict[str, Any], words: str) -> str:
     """Returns what is wrong in a schema that the library refuses with `words`, after its place, or "" if that is not
     known.
 
     Looks at the schemas that the library reads, those behind references included.
     """
-    waiting: list[tuple[_Place, Any]] = [(None, schema)]
+    waiting: list[tuple[Place, Any]] = [(None, schema)]
     known: set[int] = set()
     definitions: dict[str, Any] = {
         keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema
@@ -974,11 +956,11 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
                 or keyword in _NAME_KEYWORDS
                 or (keyword == "items" and isinstance(value, list))
             ):
-                waiting += _inside(inner, value)
+                waiting += inside(inner, value)
             elif keyword in _SCHEMA_KEYWORDS:
                 waiting.append((inner, value))
             elif keyword == "$ref" and (found := referred_value(schema, value)) is not None:
-                target: _Place = None
+                target: Place = None
                 for name in names_in(value):
                     target = (target, name)
                 waiting.append((target, found))
@@ -1059,24 +1041,18 @@ def _leaves(value: Any, *kinds: type[AnyT]) -> Iterator[AnyT]:
             waiting += part
 
 
-def _objects_in(value: Any) -> Iterator[_Part]:
+def _objects_in(value: Any) -> Iterator[Part]:
     """Yields all objects in a JSON value, itself included."""
-    waiting: list[tuple[_Place, Any]] = [(None, value)]
+    waiting: list[tuple[Place, Any]] = [(None, value)]
     while waiting:
         place, part = waiting.pop()
         if isinstance(part, dict):
             yield place, part
         if isinstance(part, dict | list):
-            waiting += _inside(place, part)
+            waiting += inside(place, part)
 
 
-def _inside(place: _Place, value: dict[str, Any] | list[Any]) -> Iterator[tuple[_Place, Any]]:
-    """Yields what an object or a list at a place contains, each with its own place."""
-    named = value.items() if isinstance(value, dict) else enumerate(value)
-    return (((place, str(name)), each) for name, each in named)
-
-
-def _path(place: _Place) -> str:
+def _path(place: Place) -> str:
     """Returns a place as the names that lead to it, such as `properties.a.anyOf.0`; only the end of a long one."""
     names = list[str]()
     while place is not None:

@@ -1,4 +1,5 @@
-"""Closes the objects of a JSON schema: those that declare properties have no others, unless the schema says otherwise.
+"""Walks JSON schemas, follows their references, and closes their objects: those that declare properties have no others,
+unless the schema says otherwise.
 
 JSON Schema leaves such objects open, and a model then goes on to invent keys. Where several schemas describe one object
 together, the outermost is closed for the properties that all of them declare. An object stays open if it requires
@@ -9,9 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
+SAID_OF_VALUES = frozenset({"default", "examples"})
+"""Keywords that say nothing about an output. llguidance reads their numbers nevertheless."""
+_VALUES = frozenset({"const", "enum", *SAID_OF_VALUES})
+"""Keywords whose values are not schemas."""
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values are schemas by name. A name may be spelled like a keyword."""
 _SAYS_OTHERWISE = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
 _ALTERNATIVES = ("anyOf", "oneOf")
 _ADDS = frozenset(
@@ -22,6 +30,12 @@ _ADDS = frozenset(
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_NAMED = 1000
 """The most schemas that are looked at for one object."""
+Place: TypeAlias = "tuple[Place, str] | None"
+"""The place of a value in a schema: the place of what contains it, and its name or index there. None: the schema
+itself.
+"""
+Part: TypeAlias = tuple[Place, dict[str, Any]]
+"""An object in a schema, and its place."""
 
 
 def close_objects(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> None:
@@ -93,6 +107,51 @@ def referred(schema: dict[str, Any], reference: Any) -> dict[str, Any] | None:
     """Returns the schema that a `$ref` in `schema` leads to, or None if it is not understood."""
     found = referred_value(schema, reference)
     return found if isinstance(found, dict) else None
+
+
+class References:
+    """Finds the schemas that references in `schema` lead to: JSON pointers, and names that an `$anchor` or `$id` gives.
+    Names are looked for once, when the first reference is no pointer.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self.schema = schema
+
+    def referred(self, reference: Any) -> dict[str, Any] | None:
+        """Returns the schema that a `$ref` leads to, or None if it is not understood."""
+        found = referred(self.schema, reference)
+        return self._named.get(reference) if found is None and isinstance(reference, str) else found
+
+    @cached_property
+    def _named(self) -> dict[str, dict[str, Any]]:
+        named: dict[str, dict[str, Any]] = {}
+        for _, part in schemas_in(self.schema):
+            for keyword, before in (("$id", ""), ("$anchor", "#")):
+                if isinstance(name := part.get(keyword), str):
+                    named.setdefault(before + name, part)
+        return named
+
+
+def schemas_in(schema: dict[str, Any]) -> Iterator[Part]:
+    """Yields the schema and all schemas inside it."""
+    waiting: list[tuple[Place, Any]] = [(None, schema)]
+    while waiting:
+        place, part = waiting.pop()
+        if isinstance(part, list):
+            waiting += inside(place, part)
+        elif isinstance(part, dict):
+            yield place, part
+            for keyword, value in part.items():
+                if keyword in _BY_NAME and isinstance(value, dict):
+                    waiting += inside((place, keyword), value)
+                elif keyword not in _VALUES:
+                    waiting.append(((place, keyword), value))
+
+
+def inside(place: Place, value: dict[str, Any] | list[Any]) -> Iterator[tuple[Place, Any]]:
+    """Yields what an object or a list at a place contains, each with its own place."""
+    named = value.items() if isinstance(value, dict) else enumerate(value)
+    return (((place, str(name)), each) for name, each in named)
 
 
 def names_in(reference: str) -> list[str]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jiter
 
 from common.grammar.reasoning import SPACE
-from common.text.json_objects import referred
+from common.text.json_objects import References
 from common.text.output_formats import (
     ARGUMENTS,
     CALL_ID,
@@ -266,6 +266,7 @@ class OutputParser:
         cursor = self._cursor
         yield from cursor.literal("<function=")
         name = self._declared((yield from cursor.text_before(">")))
+        parameters = References(self._functions[name])
         members: dict[str, str] = {}
         while True:
             yield from cursor.space()
@@ -278,7 +279,7 @@ class OutputParser:
             value = yield from cursor.text_before("</parameter>")
             if key in members:
                 raise Mismatch
-            members[key] = _as_json(value.removeprefix("\n").removesuffix("\n"), self._functions[name], key)
+            members[key] = _as_json(value.removeprefix("\n").removesuffix("\n"), parameters, key)
         written = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items())
         self._call(name, "{" + ", ".join(written) + "}")
 
@@ -419,11 +420,12 @@ class _Text:
             self._space = ""
 
 
-def _as_json(written: str, parameters: Any, key: str) -> str:
+def _as_json(written: str, parameters: References, key: str) -> str:
     """Returns an argument as JSON: as the text `written` or as the JSON in it, whichever the function's schema allows.
 
-    If it allows neither, the value of an allowed type counts. If both fit equally, the text counts, unless the JSON is
-    null or the schema does not restrict the argument. Branches that say nothing of the argument do not count.
+    If it allows neither, the value of an allowed type counts. If both fit equally, the text counts where a keyword is
+    about strings only, such as `pattern`; else too, unless the JSON is null or the schema does not restrict the
+    argument. Branches that say nothing of the argument do not count.
     """
     try:
         value = json.loads(written, parse_constant=_refuse)
@@ -431,8 +433,8 @@ def _as_json(written: str, parameters: Any, key: str) -> str:
         return json.dumps(written, ensure_ascii=False)
     is_text = is_value = False
     schema = _MemberSchema(parameters, key).schema
-    for by_type in (False, True):
-        allowed = _Allowed(parameters, by_type=by_type)
+    for by_type, by_keyword in ((False, False), (True, False), (True, True)):
+        allowed = _Allowed(parameters, by_type=by_type, by_keyword=by_keyword)
         is_text, is_value = allowed(schema, written), allowed(schema, value)
         if is_text != is_value:
             break
@@ -462,6 +464,7 @@ _IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }
+_OF_STRINGS = frozenset({"pattern", "minLength", "maxLength", "format"})
 _MAX_SCHEMAS, _MAX_SCHEMA_DEPTH = 1000, 100
 
 
@@ -471,21 +474,21 @@ class _MemberSchema:
     `schema` is the member's schema, None if nothing is said of it. A schema that is too large or too deep says nothing.
     """
 
-    def __init__(self, root: Any, key: str) -> None:
-        self._root = root
+    def __init__(self, references: References, key: str) -> None:
+        self._references = references
         self._key = key
         self._num_left = _MAX_SCHEMAS
-        self.schema = self._said(root, 0)
+        self.schema = self._said(references.schema, 0)
 
     def _said(self, schema: Any, depth: int) -> Any:
         self._num_left -= 1
         if not isinstance(schema, Mapping) or self._num_left < 0 or depth > _MAX_SCHEMA_DEPTH:
             return None
         said = self._said_directly(schema)
-        if isinstance(reference := schema.get("$ref"), str) and isinstance(self._root, dict):
-            said.append(self._said(referred(self._root, reference), depth + 1))
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            if isinstance(branches := schema.get(keyword), list):
+        if "$ref" in schema:
+            said.append(self._said(self._references.referred(schema["$ref"]), depth + 1))
+        for keyword, branches in self._branches(schema):
+            if isinstance(branches, list):
                 told = [self._said(branch, depth + 1) for branch in branches]
                 if keyword == "allOf" or not any(said):  # else a branch that says nothing allows what is said here
                     told = [each for each in told if each is not None]
@@ -493,6 +496,15 @@ class _MemberSchema:
                 said.append({"allOf" if keyword == "allOf" else "anyOf": told} if told else None)
         said = [each for each in said if each is not None]
         return {"allOf": said} if said else None
+
+    def _branches(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yields the schemas for the same object by keyword, those under a condition as one of `anyOf`."""
+        yield from ((keyword, schema.get(keyword)) for keyword in ("allOf", "anyOf", "oneOf"))
+        if "if" in schema:
+            yield "anyOf", [schema.get("then"), schema.get("else")]
+        for keyword in ("dependentSchemas", "dependencies"):
+            if isinstance(by_name := schema.get(keyword), Mapping):
+                yield from (("anyOf", [each, True]) for each in by_name.values())
 
     def _said_directly(self, schema: Mapping[str, Any]) -> list[Any]:
         properties, patterns = schema.get("properties"), schema.get("patternProperties")
@@ -506,13 +518,15 @@ class _MemberSchema:
 class _Allowed:
     """Tells whether a JSON schema allows a value, as far as types, enumerations, references and branches say.
 
-    References lead into `root`. With `by_type`, an enumeration allows any value that has the type of an entry. A schema
-    that is too large or too deep allows everything.
+    With `by_type`, an enumeration allows any value that has the type of an entry. With `by_keyword`, a schema without
+    `type` allows only strings if it has a keyword about strings, and members of objects do not count. A schema that is
+    too large or too deep allows everything.
     """
 
-    def __init__(self, root: Any, *, by_type: bool) -> None:
-        self._root = root
+    def __init__(self, references: References, *, by_type: bool, by_keyword: bool) -> None:
+        self._references = references
         self._by_type = by_type
+        self._by_keyword = by_keyword
         self._num_left = 0
 
     def __call__(self, schema: Any, value: Any) -> bool:
@@ -529,27 +543,30 @@ class _Allowed:
         def allows(part: Any, value: Any = value) -> bool:
             return self._allows(part, value, depth + 1)
 
-        types = schema.get("type")
+        is_of_strings = self._by_keyword and not _OF_STRINGS.isdisjoint(schema)
+        types = schema.get("type", "string" if is_of_strings else None)
         names = [each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)]
         if names and not any(name in _IS_OF_TYPE and _IS_OF_TYPE[name](value) for name in names):
             return False
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and not any(self._is_same(value, each) for each in values):
             return False
-        if isinstance(reference := schema.get("$ref"), str) and not allows(self._referred(reference)):
+        if "$ref" in schema and not allows(self._references.referred(schema["$ref"])):
+            return False
+        excluded = schema.get("not")
+        if isinstance(excluded, Mapping) and excluded.keys() == {"type"} and allows(excluded):
             return False
         for keyword, of in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             if isinstance(branches := schema.get(keyword), list) and not of(map(allows, branches)):
                 return False
+        if self._by_keyword or not isinstance(value, dict):
+            return True
         properties = schema.get("properties")
         others = True if "patternProperties" in schema else schema.get("additionalProperties")
-        return not isinstance(value, dict) or all(
+        return all(
             allows(properties[key] if isinstance(properties, Mapping) and key in properties else others, each)
             for key, each in value.items()
         )
-
-    def _referred(self, reference: str) -> Any:
-        return referred(self._root, reference) if isinstance(self._root, dict) else None
 
     def _is_same(self, value: Any, other: Any) -> bool:
         if self._by_type:

@@ -233,6 +233,8 @@ _STRING, _INTEGER, _NULL = {"type": "string"}, {"type": "integer"}, {"type": "nu
         ({"$ref": "#/$defs/Same"}, "12345", '"12345"'),
         ({"$ref": "#/$defs/Count"}, "12345", "12345"),
         ({"$ref": "#/$defs/Nobody"}, "12345", "12345"),
+        ({"$ref": "#anchor"}, "12345", '"12345"'),
+        ({"$ref": "identifier"}, "12345", '"12345"'),
         ({"$ref": "#/$defs/Loop"}, "1", "1"),
         ({"enum": ["1", "2"]}, "1", '"1"'),
         ({"enum": ["1", "2"]}, "3", '"3"'),
@@ -257,6 +259,12 @@ _STRING, _INTEGER, _NULL = {"type": "string"}, {"type": "integer"}, {"type": "nu
         (_INTEGER, "2.5", "2.5"),
         (_INTEGER, "five", '"five"'),
         ({"type": "number"}, "5", "5"),
+        ({"not": {"type": "number"}}, "5", '"5"'),
+        ({"not": {"type": "string"}}, "5", "5"),
+        ({"minLength": 1}, "5", '"5"'),
+        ({"minimum": 1}, "5", "5"),
+        ({"properties": {"a": {"minLength": 1}}}, '{"a": 5}', '{"a": 5}'),
+        ({"anyOf": [_INTEGER, _NULL], "format": "int32"}, "5", "5"),
         ({"type": "boolean"}, "true", "true"),
         ({"type": "array", "items": _STRING}, '["1"]', '["1"]'),
         ({"type": "object"}, '{"a": "1"}', '{"a": "1"}'),
@@ -269,6 +277,7 @@ _STRING, _INTEGER, _NULL = {"type": "string"}, {"type": "integer"}, {"type": "nu
 )
 def test_a_parameter_has_the_type_that_its_schema_says(schema: object, written: str, argument: str) -> None:
     defs = {"Zip": _ZIP, "Same": {"$ref": "#/$defs/Zip"}, "Count": _INTEGER, "a/b c": _ZIP}
+    defs |= {"Anchored": {**_ZIP, "$anchor": "anchor"}, "Identified": {**_ZIP, "$id": "identifier"}}
     defs["Loop"] = {"allOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Loop"}]}
     text = f"<tool_call><function=f><parameter=p>\n{written}\n</parameter></function></tool_call>"
     for function in (
@@ -282,6 +291,8 @@ def test_a_parameter_has_the_type_that_its_schema_says(schema: object, written: 
         },
         {"patternProperties": {"^p": schema}, "additionalProperties": _NULL, "$defs": defs},
         {"properties": {"p": schema}, "patternProperties": {"^x-": _NULL}, "$defs": defs},
+        {"if": {"required": ["q"]}, "then": {"properties": {"p": schema}}, "$defs": defs},
+        {"dependentSchemas": {"q": {"properties": {"p": schema}}}, "$defs": defs},
         {"properties": {"p": schema}, "anyOf": [{"properties": {"p": _NULL}}, {"required": ["q"]}], "$defs": defs},
     ):
         assert parsed(HERMES, [text], functions={"f": function}) == Said(calls=(("f", f'{{"p": {argument}}}'),))
