@@ -31,11 +31,10 @@ from common.text.json_objects import (
     SAID_OF_VALUES,
     Part,
     Place,
+    References,
     close_objects,
     inside,
-    names_in,
     referred,
-    referred_value,
     schemas_in,
 )
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
@@ -121,10 +120,16 @@ _EXCLUSIVE = (
 """For each exclusive bound its inclusive one, where allowed numbers are, and what makes one bound out of two."""
 _TOO_LARGE = "is at or beyond the ends of 64 bits"
 _KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
-_NOWHERE = re.compile("(?:Pointer|Anchor) '(.*)' does not exist")
+_NOWHERE = re.compile("(?:Pointer|Anchor|array index '.*' in pointer) '(.*)'")
 _EMPTY = re.compile("Unsatisfiable schema: Regex is empty.*")
 """Matches words that go on with a regular expression of the library's own."""
-_ELSEWHERE = re.compile("Resource '(.*)' is not present in a registry")
+_ELSEWHERE = re.compile("Resource '(?:json-schema:///)?(.*)' is not present in a registry")
+_BAD_REGEX = re.compile(
+    r'(?:invalid regex ".*" \(in regex\): )?regex parse error:\n(?: {4}(.*)\n {4}( *)\^+|(?s:.*))\nerror: (.*)'
+)
+"""Matches words with a regular expression of one line and spaces up to the place in it, or of more, and the fault."""
+_LOOK_AROUND = re.compile(r'(?:invalid regex ".*" \(in regex\): )?lookarounds not supported yet; (Word)?.*')
+_NO_TOKEN = re.compile('unknown special token: "(.*?)"; following.*')
 _ODD_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _PLAIN_REFERENCE = re.compile(r"(#(/(\$defs|definitions|properties)/[^/%]*)*)?")
 """Matches a `$ref` that cannot lead into a value that is no schema, such as that of `const`."""
@@ -142,6 +147,14 @@ _OWN_WORDS = (
     ("min/maxProperties", ("maxProperties", "minProperties"), "is not supported with keys that may be left out"),
 )
 """How the library's words begin that name no place, the keywords that they are about, and ours."""
+_INCOMPATIBLE = "Unsatisfiable schema: incompatible types"
+_NO_VALUE = ("Unsatisfiable schema: ", "no text that can be written")
+"""How words begin that say that no value fits a schema."""
+_KINDS = ("type", "const", "enum", "allOf", "anyOf", "oneOf", "$ref")
+_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
+_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats that the library knows."""
+_MAX_SHOWN_CHARS = 64
 _MAX_PATH_CHARS = 200
 _LISTING = re.compile(r"^(?: *[0-9]+ \| .*| *\^+ *|<non-verbose/>)$", re.MULTILINE)
 """Matches the lines of the library's messages that repeat the grammar, point into it, or say that nothing follows."""
@@ -613,14 +626,33 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 
 def _words(matcher: LLMatcher) -> str:
     """Returns the error of a matcher on one line. The places in it are `at LINE(COLUMN): ` in the text in Lark."""
-    words = " ".join(_LISTING.sub("", matcher.get_error()).split())
+    return _own_words(matcher.get_error())
+
+
+def _own_words(error: str) -> str:
+    """Returns an error of the library on one line, and in our words if they are clearer."""
+    error = _BAD_REGEX.sub(_said_of_regex, error)
+    words = " ".join(_LISTING.sub("", error).split())
     if missing := _NOWHERE.search(words):
         return f"$ref: #{unquote(missing[1])} leads nowhere"
     if other := _ELSEWHERE.search(words):
         return f"$ref or $schema: {other[1]} is another document, which is not read"
     if words == "NoExtensionBias":
         return "no text matches it"
+    words = _LOOK_AROUND.sub(_said_of_look_around, words)
+    words = _NO_TOKEN.sub(r"the model has no special token \1", words)
     return _EMPTY.sub("no text that can be written fits its keywords", words)
+
+
+def _said_of_regex(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[3]
+    rest = found[1][len(found[2]) :][:_MAX_SHOWN_CHARS]
+    return f"{found[3]}, at {rest or 'its end'}"
+
+
+def _said_of_look_around(found: re.Match[str]) -> str:
+    return r"\b and other borders of words are not supported" if found[1] else "^ and $ are supported only at its ends"
 
 
 def _choice_as_lark(texts: Sequence[str]) -> str:
@@ -928,6 +960,7 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
 
     Looks at the schemas that the library reads, those behind references included.
     """
+    references = References(schema)
     waiting: list[tuple[Place, Any]] = [(None, schema)]
     known: set[int] = set()
     definitions: dict[str, Any] = {
@@ -945,6 +978,10 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
             _check_alone(part, words)
         except _KeywordRefused as error:
             return f"{_path((place, error.keyword))}: {error}"
+        if words.startswith(_NO_VALUE):
+            if not (why := _why_refused({**definitions, **part})).startswith(_NO_VALUE):
+                continue  # what is in it is no reason
+            innermost = f"{_path(place)}: {_no_value(part, why)}".removeprefix(": ")
         for begin, keywords, why in _OWN_WORDS:
             named = [keyword for keyword in keywords if keyword in part and words.startswith(begin)]
             if named and _why_refused({**definitions, **part}).startswith(begin):
@@ -959,12 +996,16 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
                 waiting += inside(inner, value)
             elif keyword in _SCHEMA_KEYWORDS:
                 waiting.append((inner, value))
-            elif keyword == "$ref" and (found := referred_value(schema, value)) is not None:
-                target: Place = None
-                for name in names_in(value):
-                    target = (target, name)
-                waiting.append((target, found))
+            elif keyword == "$ref" and (found := references.found(value)) is not None:
+                waiting.append(found)
     return innermost
+
+
+def _no_value(part: dict[str, Any], words: str) -> str:
+    """Returns why no value fits a schema that the library refuses with `words`, which begin as `_NO_VALUE` says."""
+    if words.startswith(_INCOMPATIBLE):
+        return f"no value fits {' and '.join(keyword for keyword in _KINDS if keyword in part)}"
+    return words.replace(_NO_VALUE[0], "no value fits it: ")
 
 
 def _check_alone(part: dict[str, Any], words: str) -> None:
@@ -977,6 +1018,18 @@ def _check_alone(part: dict[str, Any], words: str) -> None:
     for keyword in part:
         if words.startswith("Unimplemented keys") and json.dumps(keyword) in words:
             raise _KeywordRefused(keyword, "is not supported")
+    for keyword, fits, what in _FORMS:
+        if keyword in part and not fits(value := part[keyword]):
+            raise _KeywordRefused(keyword, f"{_shown(value)} {what}".lstrip())
+    if words.startswith("Unknown format") and part.get("format", _FORMATS[0]) not in _FORMATS:
+        raise _KeywordRefused("format", f"{_shown(part['format'])} is none of {', '.join(_FORMATS)}".lstrip())
+    for keyword in ("$ref", "$schema"):
+        if (
+            words.startswith("$ref")
+            and keyword in part
+            and words[:_MAX_PATH_CHARS] == _why_refused({keyword: part[keyword]})
+        ):
+            raise _KeywordRefused(keyword, words.partition(": ")[2])
     for keyword in sorted(_NUMERIC.intersection(part)):
         number = part[keyword]
         if isinstance(number, bool) or not isinstance(number, int | float):
@@ -1013,13 +1066,40 @@ def _is_endless(schema: dict[str, Any]) -> bool:
     return following is not None
 
 
+def _shown(value: Any) -> str:
+    """Returns a wrong value as JSON, or "" if that is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN_CHARS else ""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _are_types(value: Any) -> bool:
+    return all(each in _TYPES for each in (value if isinstance(value, list) else [value]))
+
+
+_FORMS: Sequence[tuple[str, Callable[[Any], bool], str]] = (
+    ("type", _are_types, f"is none of {', '.join(_TYPES)}, nor a list of them"),
+    ("enum", lambda value: isinstance(value, list), "is not a list"),
+    ("required", _are_texts, "is not a list of texts"),
+    *((keyword, _is_text, "is not a text") for keyword in ("pattern", "format", "$ref")),
+)
+"""Keywords, what their values must be, and what is said of others."""
+
+
 def _why_refused(schema: dict[str, Any]) -> str:
     """Returns why the library refuses this schema, or "" if it does not."""
     try:
         words: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS))
     except ValueError as error:  # of text that is not Unicode
         words = str(error)
-    return " ".join(_PLACE.sub("", words.rpartition("error: ")[2], count=1).split())[:_MAX_PATH_CHARS]
+    return _PLACE.sub("", _own_words(words), count=1)[:_MAX_PATH_CHARS]
 
 
 def _has_odd_reference(schema: dict[str, Any]) -> bool:

@@ -117,18 +117,29 @@ class References:
     def __init__(self, schema: Any) -> None:
         self.schema = schema
 
+    def found(self, reference: Any) -> tuple[Place, Any] | None:
+        """Returns what a `$ref` leads to, be it a schema or not, and its place, or None if it is not understood."""
+        if not isinstance(reference, str):
+            return None
+        if (value := referred_value(self.schema, reference)) is None:
+            return self._named.get(reference)
+        place: Place = None
+        for name in names_in(reference):
+            place = (place, name)
+        return place, value
+
     def referred(self, reference: Any) -> dict[str, Any] | None:
         """Returns the schema that a `$ref` leads to, or None if it is not understood."""
-        found = referred(self.schema, reference)
-        return self._named.get(reference) if found is None and isinstance(reference, str) else found
+        _, value = self.found(reference) or (None, None)
+        return value if isinstance(value, dict) else None
 
     @cached_property
-    def _named(self) -> dict[str, dict[str, Any]]:
-        named: dict[str, dict[str, Any]] = {}
-        for _, part in schemas_in(self.schema):
+    def _named(self) -> dict[str, Part]:
+        named: dict[str, Part] = {}
+        for place, part in schemas_in(self.schema):
             for keyword, before in (("$id", ""), ("$anchor", "#")):
                 if isinstance(name := part.get(keyword), str):
-                    named.setdefault(before + name, part)
+                    named.setdefault(before + name, (place, part))
         return named
 
 

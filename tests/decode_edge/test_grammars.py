@@ -63,7 +63,7 @@ ODD_TEXTS = ['a"b', "a\\n", "a\nb", "a<eos>€", "a|b", "/a/", "😀", " a", "a\
         ("json_schema", json.dumps({"$ref": "#/examples/0", "examples": [SLOW]}), "multipleOf"),
         ("json_schema", json.dumps({"$ref": "#/$defs/a%2Fdefault", "$defs": {"a": {"default": SLOW}}}), "multipleOf"),
         ("regex", "", "is empty"),
-        ("regex", "(a", "regex parse error"),
+        ("regex", "(a", "unclosed group, at (a"),
         ("regex", "a(?=b)", "look-around"),
         ("lark", "start: nothing", "nothing"),
         ("lark", 'start: "{" %json ' + json.dumps(SLOW), "multipleOf"),
@@ -112,6 +112,11 @@ async def test_a_grammar_that_is_not_served_is_refused_by_name(edge: Edge, field
         ({"items": {"prefixItems": 5}}, "items.prefixItems"),
         ({"items": {"properties": 5}}, "items.properties"),
         ({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": 5}}, "$defs.a"),
+        ({"properties": {"a": {"type": "strin"}}}, "properties.a.type"),
+        ({"properties": {"a": {"required": "z"}}}, "properties.a.required"),
+        ({"$ref": "#a", "$defs": {"a": {"$anchor": "a", "type": "string", "format": "nope"}}}, "$defs.a.format"),
+        ({"items": {"$ref": "#/nowhere"}}, "items.$ref"),
+        ({"type": "object", "required": ["a"], "properties": {"a": {"const": 1, "type": "string"}}}, "properties.a"),
         ({"$ref": "#/examples/1", "examples": [{}, {"a": SLOW}]}, "examples.1.a.multipleOf"),
         ({"$ref": "#/examples/0", "examples": [{"pattern": "a"}]}, "examples.0.pattern"),
         ({"$ref": "#/examples/0", "examples": [{"patternProperties": {}}]}, "examples.0.patternProperties"),
@@ -121,6 +126,30 @@ def test_an_error_names_the_place_of_a_keyword_in_the_schema(schema: dict[str, o
     text = json.dumps(schema)
     assert refusal(Grammar(JSON_SCHEMA, text)).startswith(f"{place}: ")
     assert refusal(Grammar(GrammarKind.LARK, f"start: %json {text}")).startswith(f"at 1(8): {place}: ")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ({"type": 5}, "type: 5 is none of string, number, integer, boolean, null, array, object, nor a list of them"),
+        ({"required": [5]}, "required: [5] is not a list of texts"),
+        ({"enum": 5}, "enum: 5 is not a list"),
+        ({"pattern": 5}, "pattern: 5 is not a text"),
+        ({"pattern": "a("}, "pattern: unclosed group, at ("),
+        ({"$ref": "other.json"}, "$ref: other.json is another document, which is not read"),
+        ({"const": 1, "type": "string"}, "no value fits type and const"),
+        ({"type": "string", "minLength": 2, "maxLength": 1}, "no value fits it: minLength (2) is greater than maxLen"),
+        (Grammar(REGEX, r"\ba"), r"\b and other borders of words are not supported"),
+        (Grammar(REGEX, "a$b"), "^ and $ are supported only at its ends"),
+        (Grammar(REGEX, r"\d(?P<a"), "unclosed capture group name, at its end"),
+        (Grammar(GrammarKind.LARK, "start: /a(/"), "at 1(8): unclosed group, at ("),
+        (Grammar(GrammarKind.LARK, 'start: "a" <nope>'), "at 1(8): the model has no special token <nope>"),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_was_sent_and_what_is_accepted(grammar: Grammar | dict[str, object], words: str) -> None:
+    asked = grammar if isinstance(grammar, Grammar) else Grammar(JSON_SCHEMA, json.dumps(grammar))
+    assert refusal(asked).startswith(words)
 
 
 @pytest.mark.parametrize(("num_keys", "required"), [(500, []), (501, ["500"])])

@@ -153,7 +153,7 @@ def test_two_of_them_and_what_is_none_are_refused_by_name(fields: dict[str, Any]
         ({"regex": r"[^\s\S]"}, "regex", "no text matches it"),
         ({"grammar": r"start: /[^\s\S]/"}, "grammar", "no text matches it"),
         ({"grammar": "start: nothing"}, "grammar", 'at 1(8): unknown name: "nothing"'),
-        ({"regex": "(a"}, "regex", 'invalid regex "(a" (in regex): regex parse error: (a error: unclosed group'),
+        ({"regex": "(a"}, "regex", "unclosed group, at (a"),
         ({"json_schema": "[" * 5000}, "json_schema", "nests too deeply"),
     ],
     ids=lambda value: str(value)[:40],

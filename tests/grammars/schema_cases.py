@@ -435,7 +435,7 @@ CASES = (
     ),
     Case("allOf of ranges", {"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 5}]}, [2, 5], [1, 6]),
     Case("allOf of strings", {"type": "string", "allOf": [{"minLength": 2}, {"pattern": "^a"}]}, ["ab"], ["a", "bb"]),
-    Case("allOf that nothing fits", {"allOf": [STRING, INTEGER]}, refused="nsatisfiable"),
+    Case("allOf that nothing fits", {"allOf": [STRING, INTEGER]}, refused="no value fits"),
     Case("not", {"type": "string", "not": {"const": "a"}}, refused="not"),
     Case(
         "if-then-else",
@@ -505,7 +505,7 @@ CASES = (
     Case(
         "refRemote",
         {"$ref": "http://example.com/a.json"},
-        refused="$ref or $schema: http://example.com/a.json is another document",
+        refused="$ref: http://example.com/a.json is another document",
     ),
     Case("anchor", {"$defs": {"a": {"$anchor": "foo", "type": "integer"}}, "$ref": "#foo"}, [1], ["x"]),
     Case("dynamicRef", {"$defs": {"a": {"$dynamicAnchor": "n"}}, "$dynamicRef": "#n"}, refused="dynamicRef"),
