@@ -68,14 +68,11 @@ class GenerationEndpoint(PostEndpoint):
         card.check(plan.model)
         plan = plan.served_by(card, record.ignored)
         check_prompts(plan, card)
-        try:
-            async with Choices(plan.num_generations, self._opener(plan, card, record)) as choices:
-                open_request.fails_by(choices.fail)
-                answering = _Answering(self._api, plan, card, time.time(), record, self._metrics, self._open_requests)
-                work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
-                await unless_left(receive, work)
-        except BatonError as error:
-            raise api_error_of(error, plan.params) from None
+        async with Choices(plan, self._opener(plan, card, record)) as choices:
+            open_request.fails_by(choices.fail)
+            answering = _Answering(self._api, plan, card, time.time(), record, self._metrics, self._open_requests)
+            work = answering.stream(choices, send) if plan.is_streamed else answering.whole(choices, send)
+            await unless_left(receive, work)
 
     def _parse(self, body: bytes) -> Plan:
         plan = self._api.parse(body)
@@ -150,7 +147,7 @@ class _Answering:
     async def whole(self, choices: Choices, send: Send) -> None:
         """Waits for all choices and sends one JSON object.
 
-        Raises BatonError or ApiError if the request fails; then nothing has been sent.
+        Raises ApiError if the request fails; then nothing has been sent.
         """
         answer, tally = await self._begin(choices)
         with self._keeping() as kept:
@@ -195,11 +192,8 @@ class _Answering:
             yield KeptLogprobs(self._plan, hold)
 
     def _api_error(self, failure: Exception) -> ApiError:
-        match failure:
-            case ApiError():
-                return failure
-            case BatonError():
-                return api_error_of(failure, self._plan.params)
+        if isinstance(failure, ApiError):
+            return failure
         _log.error("answer_crashed", request_id=self._record.request_id, exc_info=failure)
         return internal()
 
@@ -238,22 +232,23 @@ class Choices(AsyncIterator[IndexedEvent]):
     Use it with `async with`; leaving the block cancels open calls. The first choice that fails ends all of them.
     """
 
-    def __init__(self, num_choices: int, open_stream: Callable[[int], AsyncEventStream]) -> None:
+    def __init__(self, plan: Plan, open_stream: Callable[[int], AsyncEventStream]) -> None:
         """Prepares the choices. `open_stream(index)` starts one choice's generation; its errors are raised when the
-        block is entered.
+        block is entered. All errors are ApiErrors.
         """
+        self._plan = plan
         self._open_stream = open_stream
         self._streams: list[AsyncEventStream] = []
-        self._place: asyncio.Queue[IndexedEvent | BatonError | ApiError] = asyncio.Queue(maxsize=1)
-        self._failure: BatonError | ApiError | None = None
+        self._place: asyncio.Queue[IndexedEvent | ApiError] = asyncio.Queue(maxsize=1)
+        self._failure: ApiError | None = None
         self._all_started = asyncio.Event()
-        self._num_open = self._num_choices = num_choices
+        self._num_open = self._num_choices = plan.num_generations
         self._readers: list[asyncio.Task[None]] = []
 
     async def started(self) -> tuple[Started, ...]:
         """Returns each choice's Started event once all are admitted. It reads no further event.
 
-        Raises the BatonError of a choice that was not admitted.
+        Raises the error of a choice that was not admitted.
         """
         started: dict[int, Started] = {}
         while len(started) < self._num_choices:
@@ -267,7 +262,7 @@ class Choices(AsyncIterator[IndexedEvent]):
         """Returns the next event of any choice, with the choice's index. Call it after `started`. The iteration ends
         when every choice has finished.
 
-        Raises the BatonError of the first choice that fails, or the error given to `fail`.
+        Raises the error of the first choice that fails, or the error given to `fail`.
         """
         if self._num_open == 0:
             raise StopAsyncIteration
@@ -284,7 +279,7 @@ class Choices(AsyncIterator[IndexedEvent]):
         if self._failure is not None:
             raise self._failure
         item = await self._place.get()
-        if isinstance(item, BatonError | ApiError):
+        if isinstance(item, ApiError):
             raise item
         return item
 
@@ -295,12 +290,15 @@ class Choices(AsyncIterator[IndexedEvent]):
             async for event in stream:
                 await self._place.put((index, event))
         except BatonError as error:
-            self._end_with(error)
+            self._end_with(self._api_error(index, error))
         except Exception:
             _log.exception("choice_crashed", index=index)
             self._end_with(internal())
 
-    def _end_with(self, error: BatonError | ApiError) -> None:
+    def _api_error(self, index: int, error: BatonError) -> ApiError:
+        return api_error_of(error, self._plan.params_of(index // self._plan.best_of))
+
+    def _end_with(self, error: ApiError) -> None:
         if self._failure is not None:
             return
         self._failure = error
@@ -311,7 +309,10 @@ class Choices(AsyncIterator[IndexedEvent]):
     async def __aenter__(self) -> Self:
         try:
             for index in range(self._num_choices):
-                self._streams.append(self._open_stream(index))
+                try:
+                    self._streams.append(self._open_stream(index))
+                except BatonError as error:
+                    raise self._api_error(index, error) from None
                 await asyncio.sleep(0)  # lets other requests run between the calls, because each call copies its prompt
         except BaseException:
             await self._close()

@@ -63,12 +63,13 @@ def check_prompts(plan: Plan, card: ModelCard) -> None:
 
     The token count of a text is not checked, because only the decode service knows it.
     """
-    for prompt in plan.prompts:
+    for index, prompt in enumerate(plan.prompts):
         is_cut = plan.truncate_prompt_tokens is not None
         if isinstance(prompt, TokenIdsInput) and not is_cut and len(prompt.token_ids) >= card.max_context_tokens:
+            param = plan.params_of(index).get("prompt", "prompt")
             raise context_exceeded(
-                "prompt",
-                prompt="prompt",
+                param,
+                prompt=param,
                 max_context_tokens=card.max_context_tokens,
                 num_prompt_tokens=len(prompt.token_ids),
             )

@@ -146,6 +146,12 @@ class Plan:
         prompts = tuple(each.served_by(card, ignored) if isinstance(each, ChatInput) else each for each in self.prompts)
         return replace(self, prompts=prompts)
 
+    def params_of(self, prompt_index: int) -> Mapping[str, str]:
+        """Returns `params`, with the place of this prompt if there are several."""
+        if len(self.prompts) == 1:
+            return self.params
+        return {**self.params, **dict.fromkeys(("prompt", "token_ids"), f"prompt[{prompt_index}]")}
+
     @property
     def max_reasoning_tokens(self) -> int | None:
         """The limit on reasoning tokens, None if there is none."""

@@ -633,10 +633,11 @@ def _own_words(error: str) -> str:
     """Returns an error of the library on one line, and in our words if they are clearer."""
     error = _BAD_REGEX.sub(_said_of_regex, error)
     words = " ".join(_LISTING.sub("", error).split())
+    place = found[0] if (found := _PLACE.match(words)) else ""
     if missing := _NOWHERE.search(words):
-        return f"$ref: #{unquote(missing[1])} leads nowhere"
+        return f"{place}$ref: #{unquote(missing[1])} leads nowhere"
     if other := _ELSEWHERE.search(words):
-        return f"$ref or $schema: {other[1]} is another document, which is not read"
+        return f"{place}$ref or $schema: {other[1]} is another document, which is not read"
     if words == "NoExtensionBias":
         return "no text matches it"
     words = _LOOK_AROUND.sub(_said_of_look_around, words)

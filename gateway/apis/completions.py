@@ -202,10 +202,10 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
         _refuse_empty(prompt)
         return tuple(map(TextInput, prompt))
     if _are_ids(prompt):
-        return (_ids_prompt(prompt),)
+        return (_ids_prompt("prompt", prompt),)
     if all(isinstance(each, list) and _are_ids(each) for each in prompt):
         _refuse_empty(prompt)
-        return tuple(map(_ids_prompt, prompt))
+        return tuple(_ids_prompt(f"prompt[{index}]", each) for index, each in enumerate(prompt))
     raise invalid("prompt", _PROMPT_KINDS)
 
 
@@ -215,10 +215,10 @@ def _refuse_empty(prompts: Sequence[str | list[int]]) -> None:
             raise invalid("prompt", f"is empty at index {index}")
 
 
-def _ids_prompt(token_ids: list[int]) -> TokenIdsInput:
+def _ids_prompt(param: str, token_ids: list[int]) -> TokenIdsInput:
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < 1 << 32:
-            raise invalid("prompt", f"{token_id} at index {index} is no token id")
+            raise invalid(param, f"{token_id} at index {index} is no token id")
     return TokenIdsInput(tuple(token_ids))
 
 

@@ -142,6 +142,10 @@ def test_an_error_names_the_place_of_a_keyword_in_the_schema(schema: dict[str, o
         (Grammar(REGEX, r"\ba"), r"\b and other borders of words are not supported"),
         (Grammar(REGEX, "a$b"), "^ and $ are supported only at its ends"),
         (Grammar(REGEX, r"\d(?P<a"), "unclosed capture group name, at its end"),
+        (
+            Grammar(GrammarKind.LARK, 'start: %json {"$id": "http://a/b", "$ref": "c"}'),
+            "at 1(8): $ref or $schema: http://a/c",
+        ),
         (Grammar(GrammarKind.LARK, "start: /a(/"), "at 1(8): unclosed group, at ("),
         (Grammar(GrammarKind.LARK, 'start: "a" <nope>'), "at 1(8): the model has no special token <nope>"),
     ],

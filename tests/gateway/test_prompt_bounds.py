@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.apis.chat import parse_chat
+from gateway.apis.completions import parse_completion
 from gateway.conversation import MAX_MESSAGES
 from gateway.errors import ApiError
 from gateway.generation import Choices
@@ -27,12 +28,16 @@ def answers(scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), finished()]
 
 
-@pytest.mark.parametrize("prompt", [[1] * CONTEXT, [[1], [1] * CONTEXT]], ids=["one", "second of a list"])
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([1] * CONTEXT, "prompt"), ([[1], [1] * CONTEXT], "prompt[1]")],
+    ids=["one", "second of a list"],
+)
 def test_more_token_ids_than_the_context_go_no_further(
-    edge: GatewayHere, scripted: ScriptedServer, prompt: Any
+    edge: GatewayHere, scripted: ScriptedServer, prompt: Any, param: str
 ) -> None:
     answer = edge.ask("POST", COMPLETIONS, {"model": "demo", "prompt": prompt, "n": 2})
-    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "prompt", "context_length_exceeded")
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, param, "context_length_exceeded")
     assert scripted.inference.requests.empty()
 
 
@@ -77,7 +82,8 @@ async def test_others_have_their_turn_between_two_choices() -> None:
             seen.append(len(opened))
             await asyncio.sleep(0)
 
+    plan = parse_completion(b'{"model": "m", "prompt": "x", "n": 4}')
     watching = asyncio.create_task(other())
-    async with asyncio.timeout(10), Choices(4, open_stream):
+    async with asyncio.timeout(10), Choices(plan, open_stream):
         await watching
     assert set(seen) >= {1, 2, 3}

@@ -235,7 +235,7 @@ def assert_refused(answer: Answer, param: str, code: str | None) -> None:
         ({"prompt": [1.5]}, "prompt", None),
         ({"prompt": [True]}, "prompt", None),
         ({"prompt": [-1]}, "prompt", None),
-        ({"prompt": [[1], [-1]]}, "prompt", None),
+        ({"prompt": [[1], [-1]]}, "prompt[1]", None),
         ({"prompt": [100000]}, "prompt", None),
         ({"prompt": ["a"] * 33}, "prompt", None),
         ({"prompt": ["a"] * 20, "n": 2}, "n", None),
@@ -344,6 +344,7 @@ def test_a_body_that_does_not_say_it_is_json(gateway: GatewayHere) -> None:
     ("path", "body", "param", "words"),
     [
         (COMPLETIONS, {"prompt": [10] * 5000}, "prompt", "your prompt resulted in 5000 tokens"),
+        (COMPLETIONS, {"prompt": ["a", "a " * 6000], "n": 2}, "prompt[1]", "your prompt[1] resulted in "),
         (
             COMPLETIONS,
             {"prompt": [10] * 10, "max_tokens": 4096},
@@ -353,7 +354,7 @@ def test_a_body_that_does_not_say_it_is_json(gateway: GatewayHere) -> None:
         (CHAT, {**part("q" * 6000)}, "messages", "your messages resulted in "),
         (CHAT, {"messages": MESSAGES, "max_completion_tokens": 4096}, "max_completion_tokens", "you requested "),
     ],
-    ids=["prompt", "output", "messages", "a chat's output"],
+    ids=["prompt", "one of several prompts", "output", "messages", "a chat's output"],
 )
 def test_what_exceeds_the_context_is_said_in_openais_words(
     gateway: GatewayHere, path: str, body: dict[str, Any], param: str, words: str, is_streamed: bool
@@ -391,7 +392,7 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
         (CHAT, {"logit_bias": {"1": -1e39}}, "logit_bias: -1e+39 is too large for a float32"),
         (CHAT, {"priority": 1 << 31}, "priority: 2147483648 is not in [-2147483648, 2147483647]"),
         ("/v1/completions", {"prompt": [3, -5]}, "prompt: -5 at index 1 is no token id"),
-        ("/v1/completions", {"prompt": [[1], [1 << 32]]}, "prompt: 4294967296 at index 0 is no token id"),
+        ("/v1/completions", {"prompt": [[1], [1 << 32]]}, "prompt[1]: 4294967296 at index 0 is no token id"),
         (CHAT, {"stop": ["a", ""]}, "stop: has 0 characters at index 1, each must have 1 to 256"),
         (CHAT, {"presence_penalty": -2.0000001}, "presence_penalty: -2.0000001 is not in [-2, 2]"),
         (COMPLETIONS, {"prompt": ["a", ""]}, "prompt: is empty at index 1"),
