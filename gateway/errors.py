@@ -173,7 +173,8 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
     """Converts a BatonError into an HTTP error.
 
     `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ. The name of
-    a list or entry also covers everything in it that has no own name.
+    a list or entry also covers everything in it that has no own name. A name may go on with a place that the message
+    begins with.
     """
     message = str(error)
     match error.code:
@@ -186,6 +187,9 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             named = params.get(field) or params.get(entry) or params.get(whole)
             param = named or field.removeprefix("sampling.").removeprefix("chat.")
             message = message.removeprefix(f"{field}: ")
+            place, _, why = message.partition(": ")
+            if (own := params.get(f"{field}.{place}")) is not None:
+                return invalid(own, why)
             if error.reason != _CONTEXT_EXCEEDED:
                 return invalid(param, message)
             return _context_exceeded_of(error, param, message, prompt=params.get("prompt", "prompt"))

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from baton.requests import SamplingOptions
+from common.grammar.grammar import SCHEMA_OPTIONS
 from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS, NumberOption
 from gateway.errors import ApiError, invalid, not_served, shown
 from gateway.grammar_fields import Constraint, GrammarFields, ResponseFormat, StrictFields
@@ -167,11 +168,16 @@ class GenerationFields(GrammarFields, RequestFields):
 
     @property
     def grammar_params(self) -> Mapping[str, str]:
-        """A mapping from the gRPC field of the output's constraint to the HTTP field that set it; empty without a
-        constraint.
+        """A mapping from the gRPC field of the output's constraint, and of its schema's spaces, to the HTTP field that
+        set it; empty without a constraint.
         """
-        constraint = self.constraint
-        return {} if constraint is None else {f"sampling.{constraint.option}": constraint.field}
+        if (constraint := self.constraint) is None:
+            return {}
+        field = f"sampling.{constraint.option}"
+        spaces = (
+            {} if constraint.spaces is None else {f"{field}.{SCHEMA_OPTIONS}.whitespace_pattern": constraint.spaces}
+        )
+        return {field: constraint.field, **spaces}
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
         """Returns the sampling options for the decode service. Raises ApiError, which names the wrong field."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.grammar.grammar import MAX_CHARS, SCHEMA_OPTIONS, GrammarKind, whitespace_fault
 from common.text.chat_messages import json_object
@@ -29,6 +29,16 @@ def _as_text(value: Any) -> Any:
 GrammarText = Annotated[str, Field(min_length=1)]
 SchemaText = Annotated[GrammarText, BeforeValidator(_as_text)]
 """A JSON schema, which comes as an object or as its text."""
+
+
+def _check_whitespace(pattern: str) -> str:
+    if fault := whitespace_fault(pattern):
+        raise ValueError(fault)
+    return pattern
+
+
+WhitespacePattern = Annotated[GrammarText, AfterValidator(_check_whitespace)]
+"""A regular expression of the spaces between the parts of JSON."""
 Texts = Annotated[list[str], Field(min_length=1)]
 """The texts to choose from."""
 
@@ -89,14 +99,7 @@ class StructuredOutputs(StrictFields):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool | None = None
     disable_fallback: bool = False  # accepted: there is one grammar library
-    whitespace_pattern: GrammarText | None = None
-
-    @field_validator("whitespace_pattern")
-    @classmethod
-    def _check_whitespace(cls, pattern: str | None) -> str | None:
-        if pattern is not None and (fault := whitespace_fault(pattern)):
-            raise ValueError(fault)
-        return pattern
+    whitespace_pattern: WhitespacePattern | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -119,11 +122,14 @@ class StructuredOutputs(StrictFields):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the output must be: an option of SamplingOptions with its value, and the `field` that asked for it."""
+    """What the output must be: an option of SamplingOptions with its value, and the `field` that asked for it. `spaces`
+    is the field that says how a schema's spaces are written, if any.
+    """
 
     option: Literal["json_schema", "regex", "choice", "ebnf", "lark"]
     value: Any
     field: str
+    spaces: str | None = None
 
 
 class GrammarFields(StrictFields):
@@ -134,6 +140,7 @@ class GrammarFields(StrictFields):
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaText | None = None
+    guided_whitespace_pattern: WhitespacePattern | None = None
     guided_regex: GrammarText | None = None
     guided_choice: Texts | None = None
     guided_grammar: GrammarText | None = None
@@ -145,6 +152,8 @@ class GrammarFields(StrictFields):
     @cached_property
     def constraint(self) -> Constraint | None:
         """What the output must be, or None. Raises ApiError, naming a field, if two ask for something."""
+        if self.guided_whitespace_pattern is not None and not self.guided_json:
+            raise invalid("guided_whitespace_pattern", "goes with guided_json")
         found = [each for each in self._constraints() if each.value]
         if len(found) > 1:
             raise invalid(found[1].field, f"does not go with {found[0].field}")
@@ -152,7 +161,11 @@ class GrammarFields(StrictFields):
 
     def _constraints(self) -> Iterator[Constraint]:
         yield Constraint("json_schema", self.json_schema, "json_schema")
-        yield Constraint("json_schema", self.guided_json, "guided_json")
+        if (pattern := self.guided_whitespace_pattern) is None:
+            yield Constraint("json_schema", self.guided_json, "guided_json")
+        else:
+            spaced = _with_options(self.guided_json, whitespace_pattern=pattern)
+            yield Constraint("json_schema", spaced, "guided_json", "guided_whitespace_pattern")
         yield Constraint("regex", self.regex, "regex")
         yield Constraint("regex", self.guided_regex, "guided_regex")
         yield Constraint("choice", self.guided_choice, "guided_choice")
@@ -160,9 +173,10 @@ class GrammarFields(StrictFields):
         yield Constraint(_language(self.grammar), self.grammar, "grammar")
         yield Constraint(_language(self.guided_grammar), self.guided_grammar, "guided_grammar")
         if (asked := self.structured_outputs) is not None:
-            yield Constraint("json_schema", asked.meant(asked.schema_text), "structured_outputs.json")
+            spaces = None if asked.whitespace_pattern is None else "structured_outputs.whitespace_pattern"
+            yield Constraint("json_schema", asked.meant(asked.schema_text), "structured_outputs.json", spaces)
             whole = asked.meant(OBJECT_SCHEMA) if asked.json_object else ""
-            yield Constraint("json_schema", whole, "structured_outputs.json_object")
+            yield Constraint("json_schema", whole, "structured_outputs.json_object", spaces)
             yield Constraint("regex", asked.regex, "structured_outputs.regex")
             yield Constraint("choice", asked.choice, "structured_outputs.choice")
             yield Constraint(_language(asked.grammar), asked.grammar, "structured_outputs.grammar")

@@ -725,7 +725,7 @@ def _options(asked: Any) -> Any:
         raise GrammarRefused(f"{SCHEMA_OPTIONS}: has a value of a wrong type")
     pattern = pattern.replace(r"\s", r"[ \n\r\t]")
     if fault := whitespace_fault(pattern) or _why_refused({"type": "string", "pattern": pattern}):
-        raise GrammarRefused(f"{SCHEMA_OPTIONS}: whitespace_pattern: {fault}")
+        raise GrammarRefused(f"{SCHEMA_OPTIONS}.whitespace_pattern: {fault}")
     whitespace = {"whitespace_pattern": pattern} if flexible else {"whitespace_flexible": False}
     return {**_JSON_OPTIONS, **whitespace}
 
