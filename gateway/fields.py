@@ -24,7 +24,7 @@ from pydantic import (
 
 from baton.requests import SamplingOptions
 from common.grammar.grammar import SCHEMA_OPTIONS
-from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, NUMBER_OPTIONS, NumberOption
+from common.sampling.params import MAX_LOGIT_BIAS_ENTRIES, MAX_UINT32, NUMBER_OPTIONS, NumberOption
 from gateway.errors import ApiError, invalid, not_served, shown
 from gateway.grammar_fields import Constraint, GrammarFields, ResponseFormat, StrictFields
 
@@ -125,6 +125,8 @@ def _bounded(value: Any) -> Any:
 
 
 def _all_tokens(value: Any) -> Any:
+    if type(value) is int and value < -1:
+        raise ValueError(f"{value} is not in [-1, {MAX_UINT32}]")
     return 0 if type(value) is int and value == -1 else value
 
 

@@ -212,6 +212,8 @@ def no_tool(name: str, names: Sequence[str]) -> str:
 
 
 def _name(place: str, name: Any, max_chars: int) -> str:
+    if name is None:
+        raise invalid(place, "is required", code="missing_required_parameter")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > max_chars:
         raise invalid(place, f"must be 1 to {max_chars} letters, digits, underscores and hyphens")
     return name

@@ -132,6 +132,8 @@ def _why_not_reached(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -382,7 +382,13 @@ def read_tokenizer(directory: Path) -> Any | None:
     is_converted = there and _TOKENIZER not in there
     only = f" is {there[0]} without {_TOKENIZER}, which has to be added here" if is_converted else ""
     with model_faults(f"{directory.name}: its tokenizer{only}"):
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), **_TOKENIZER_ARGUMENTS)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), **_TOKENIZER_ARGUMENTS)
+        except (AttributeError, TypeError) as error:  # of a class that makes another kind of model of the vocabulary
+            if (directory / _TOKENIZER).exists():
+                what = f"{_TOKENIZER_SETTINGS} has a tokenizer_class that cannot take {_TOKENIZER}"
+                raise UnsupportedModel(f"{directory.name}: {what}") from error
+            raise
         added = None if type(tokenizer) is TokenizersBackend else _added_tokens(directory)
         if added is not None:
             named = tokenizer.special_tokens_map.items()

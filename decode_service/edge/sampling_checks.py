@@ -165,8 +165,9 @@ def _stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int, num_eos: 
 def _logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
     if len(params.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
         raise InvalidRequest("sampling.logit_bias", f"more than {MAX_LOGIT_BIAS_ENTRIES} entries")
-    check_token_ids("sampling.logit_bias", params.logit_bias, vocab_size)
     for token_id, value in params.logit_bias.items():
+        if token_id >= vocab_size:
+            raise InvalidRequest("sampling.logit_bias", f"id {token_id} is not in the vocabulary of {vocab_size}")
         if not -MAX_BIAS <= value <= MAX_BIAS:
             told = f"{shown_number(value)} of id {token_id}"
             raise InvalidRequest("sampling.logit_bias", f"{told} is not in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")

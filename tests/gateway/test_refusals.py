@@ -59,7 +59,7 @@ def part(content: Any) -> dict[str, Any]:
         ({"tools": [TOOL, "f"]}, "tools[1]", None),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "unsupported_parameter"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", None),
-        (tool(name=None), "tools[0].function.name", None),
+        (tool(name=None), "tools[0].function.name", "missing_required_parameter"),
         (tool(name="a b"), "tools[0].function.name", None),
         (tool(name="f" * 65), "tools[0].function.name", None),
         (tool(description=7), "tools[0].function.description", None),
@@ -270,7 +270,8 @@ def test_a_body_that_nests_too_deeply(gateway: GatewayHere) -> None:
         ({"response_format": {"type": "text", "other": 1}}, "response_format.other: is unknown"),
         ({"response_format": {}}, "response_format.type: is required"),
         ({"max_tokens": -1}, "max_tokens: -1 is not in [0, 4294967295]"),
-        ({"top_k": -5}, "top_k: -5 is not in [0, 4294967295]"),
+        ({"top_k": -5}, "top_k: -5 is not in [-1, 4294967295]"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias: id 99999 is not in the vocabulary of 268"),
         ({"stop_token_ids": [-1]}, "stop_token_ids: -1 is not in [0, 4294967295]"),
     ],
 )

@@ -455,6 +455,10 @@ TOKENIZER_DEFECTS: dict[str, tuple[Callable[[Model], None], str]] = {
         lambda m: m.json("tokenizer.json", lambda c: c["model"].update(dropout=0.5)),
         "tokenizer.json: model.dropout is 0.5",
     ),
+    "of-another-kind": (
+        lambda m: m.json("tokenizer_config.json", lambda c: c.update(tokenizer_class="T5Tokenizer")),
+        "tokenizer_config.json has a tokenizer_class that cannot take tokenizer.json",
+    ),
     "without-tokenizer.json": (
         only_sentencepiece,
         "its tokenizer is tokenizer.model without tokenizer.json, which has to be added here: ",

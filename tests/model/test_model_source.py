@@ -162,6 +162,15 @@ def test_what_the_hub_has_not_is_told_from_what_it_does_not_give(name: str, why:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.usefixtures("hub")
+def test_a_home_that_is_no_directory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    token = tmp_path / "file" / "token"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(token))
+    with pytest.raises(StartupError, match=f"could not be fetched from the hub: {token}: Not a directory$"):
+        resolve_model("owner/absent", dtype="float32")
+
+
 def test_a_hub_that_cannot_be_reached_is_told_from_a_model_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

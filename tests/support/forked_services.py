@@ -121,7 +121,9 @@ def forked_pairs(server: ForkServer) -> Callable[..., LocalPair]:
         proxies = ",".join(proxy.address for proxy in through)
         unused = iter(through)
 
-        def new_service(*, role: ProcessRole, address: str, arguments: tuple[str, ...], **others: Any) -> ServiceProcess:
+        def new_service(
+            *, role: ProcessRole, address: str, arguments: tuple[str, ...], **others: Any
+        ) -> ServiceProcess:
             if through and role == "prefill":
                 host, _, port = address.rpartition(":")
                 next(unused).target = host, int(port)
