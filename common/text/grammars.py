@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -34,7 +34,6 @@ from common.text.json_objects import (
     References,
     close_objects,
     inside,
-    referred,
     schemas_in,
 )
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
@@ -706,8 +705,8 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
                 part.pop(keyword, None)
     for place, part in values:
         _check(place, part, _check_keywords, _check_has_no_pattern)
-    if _is_endless(schema):
-        raise GrammarRefused(f"$ref: {schema['$ref'] or 'an empty text'} leads to itself, so no text matches it")
+    if keyword := _endless_keyword(schema, [part for _, part in (*schemas, *values)]):
+        raise GrammarRefused(f"{keyword}: leads to itself without end, so no text matches it")
     if not opens_objects:
         close_objects(schema, [part for _, part in schemas])
     return schema, options
@@ -1057,14 +1056,47 @@ def _check_alone(part: dict[str, Any], words: str) -> None:
                 raise _KeywordRefused(keyword, f"{bound} {why}")
 
 
-def _is_endless(schema: dict[str, Any]) -> bool:
-    """Returns whether the schema's own `$ref` leads back to a reference on its way."""
-    passed: set[int] = set()
-    following: dict[str, Any] | None = schema
-    while following is not None and id(following) not in passed:
-        passed.add(id(following))
-        following = referred(schema, following.get("$ref"))
-    return following is not None
+def _endless_keyword(schema: dict[str, Any], parts: Iterable[dict[str, Any]]) -> str:
+    """Returns a keyword of `schema` that only endless values fit, or "" if there is none. `parts` are the schema and
+    all schemas in it.
+    """
+    references = References(schema)
+    endless = {id(part): list(_needed(part, references)) for part in parts}
+    users: dict[int, list[int]] = {}
+    for key, groups in endless.items():
+        for _, group in groups:
+            for each in group:
+                users.setdefault(id(each), []).append(key)
+
+    def keyword_of(key: int) -> str:
+        return next((name for name, group in endless[key] if all(id(each) in endless for each in group)), "")
+
+    waiting = list(endless)
+    while waiting:
+        key = waiting.pop()
+        if key in endless and not keyword_of(key):
+            del endless[key]
+            waiting += users.get(key, ())
+    return keyword_of(id(schema)) if id(schema) in endless else ""
+
+
+def _needed(part: dict[str, Any], references: References) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yields groups of schemas, each with its keyword. A value that fits `part` fits a schema of each group, or has a
+    value inside that does.
+    """
+
+    def listed(keyword: str) -> list[Any]:
+        return value if isinstance(value := part.get(keyword), list) else []
+
+    yield "$ref", [references.referred(part.get("$ref"))]
+    yield from (("allOf", [each]) for each in listed("allOf"))
+    yield from ((keyword, listed(keyword)) for keyword in ("anyOf", "oneOf") if listed(keyword))
+    properties, least = part.get("properties"), part.get("minItems")
+    if part.get("type") in ("object", ["object"]) and isinstance(properties, dict):
+        yield from (("required", [properties.get(name)]) for name in listed("required") if isinstance(name, str))
+    if part.get("type") in ("array", ["array"]) and isinstance(least, int):
+        items = [*listed("prefixItems"), part.get("items")]
+        yield from (("minItems", [each]) for each in items[: max(0, least)])
 
 
 def _shown(value: Any) -> str:

@@ -172,6 +172,30 @@ def test_an_output_under_a_wide_schema_goes_on_to_its_end(num_keys: int, require
     assert allowed(matcher, tokenizer) == [end]
 
 
+OF_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        (OF_ITSELF, "required"),
+        ({**OF_ITSELF, "required": []}, ""),
+        ({**OF_ITSELF, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, ""),
+        ({**OF_ITSELF, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}}}, "required"),
+        ({"type": "array", "items": {"$ref": "#"}}, ""),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "minItems"),
+        ({"type": "array", "prefixItems": [{}], "items": {"$ref": "#"}, "minItems": 1}, ""),
+        ({"$ref": "#a", "$defs": {"a": {**OF_ITSELF, "$anchor": "a", "properties": {"a": {"$ref": "#a"}}}}}, "$ref"),
+    ],
+)
+def test_a_schema_that_no_finite_text_fits_is_refused(schema: dict[str, object], keyword: str) -> None:
+    grammar = Grammar(JSON_SCHEMA, json.dumps(schema))
+    if not keyword:
+        assert grammars_of(byte_level()).matcher(grammar)
+    else:
+        assert refusal(grammar).startswith(f"{keyword}: leads to itself without end")
+
+
 def test_the_place_of_a_keyword_is_cut_at_its_beginning() -> None:
     schema: dict[str, object] = SLOW
     for _ in range(400):
