@@ -1,5 +1,5 @@
-"""What both engines are made of: their parts and options, the command to drain, the lifecycle of requests and prompts,
-the outbox by which events leave, and the forwards of padding that compile GPU kernels before the first request.
+"""What both engines are made of: their parts and options, the lifecycle of requests and prompts, the outbox by which
+events leave, and the forwards of padding that compile GPU kernels before the first request.
 """
 
 from __future__ import annotations
@@ -75,11 +75,6 @@ class Place(Enum):
     HANDOFF = auto()  # its KV is on its way from the prefill to the decode service
     ROWS = auto()  # among the running rows of a decode engine
     NOWHERE = auto()  # it has ended
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """A command: makes the engine refuse what is new, as retryable, and finish the rest."""
 
 
 @dataclass(frozen=True, slots=True)

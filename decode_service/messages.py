@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from common.engine import Drain
+from common.drain import Drain
 from common.errors import BatonError
 from common.grammar.matcher import Matcher
 from common.sampling.params import ResolvedSampling, TokenLogprobs

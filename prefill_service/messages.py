@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.engine import Drain
+from common.drain import Drain
 from common.grammar.matcher import Matcher
 from common.wire.handoff import Frame, HandoffRow, RowFailed
 

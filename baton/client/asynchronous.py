@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from baton.client.channel import ChannelOptions, Tls, trace_metadata
 from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
-from baton.client.servers import ANSWER_TIMEOUT_S, AsyncServers, CommonServer, Opening, Server, only_answer
+from baton.client.servers import ANSWER_TIMEOUT_S, NOT_ONE_ANSWER, AsyncServers, CommonServer, Opening, Server
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
@@ -301,7 +301,7 @@ class AsyncClient:
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None
-        hung: Unavailable | None = None
+        hung: dict[Server, Unavailable] = {}
         while True:
             left_s = max(0.0, give_up_s - time.monotonic())
             server = await self._servers.take_when_ready(avoided=server, timeout_s=left_s)
@@ -309,11 +309,11 @@ class AsyncClient:
             try:
                 call = method_of(server)(request, timeout=left_s)
                 if left_s <= ANSWER_TIMEOUT_S or await _answers(call, ANSWER_TIMEOUT_S):
-                    return only_answer([answer async for answer in call])
-                hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                    return await _only_answer(call)
+                hung[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
             except grpc.RpcError as error:
                 is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                raise hung if hung is not None and is_late else error_from_rpc(error) from None
+                raise hung[server] if is_late and server in hung else error_from_rpc(error) from None
             finally:
                 self._servers.give_back(server)
 
@@ -345,3 +345,15 @@ async def _answers(call: Any, timeout_s: float) -> bool:
         head.cancel()
     call.cancel()
     return False
+
+
+async def _only_answer(call: Any) -> Any:
+    """Returns the answer of a call that has one. Raises Internal if the server sends none, or another."""
+    try:
+        answer = await call.read()
+        is_only = answer is not grpc.aio.EOF and await call.read() is grpc.aio.EOF
+    finally:
+        call.cancel()  # unless it has ended
+    if not is_only:
+        raise Internal(NOT_ONE_ANSWER, reason="PROTOCOL")
+    return answer

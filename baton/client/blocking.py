@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from baton.client.channel import ChannelOptions, Tls, trace_metadata
 from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
 from baton.client.interrupts import uninterrupted
-from baton.client.servers import ANSWER_TIMEOUT_S, BlockingServers, CommonServer, Opening, Server, only_answer
+from baton.client.servers import ANSWER_TIMEOUT_S, NOT_ONE_ANSWER, BlockingServers, CommonServer, Opening, Server
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
 from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
@@ -327,7 +327,7 @@ class Client:
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         server: Server | None = None
-        hung: Unavailable | None = None
+        hung: dict[Server, Unavailable] = {}
         while True:
             left_s = max(0.0, give_up_s - time.monotonic())
             server = self._servers.take_when_ready(avoided=server, timeout_s=left_s)
@@ -335,11 +335,11 @@ class Client:
             try:
                 call = method_of(server)(request, timeout=left_s)
                 if left_s <= ANSWER_TIMEOUT_S or _answers(call, ANSWER_TIMEOUT_S):
-                    return only_answer(list(call))
-                hung = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                    return _only_answer(call)
+                hung[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
             except grpc.RpcError as error:
                 is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                raise hung if hung is not None and is_late else error_from_rpc(error) from None
+                raise hung[server] if is_late and server in hung else error_from_rpc(error) from None
             finally:
                 self._servers.give_back(server)
 
@@ -371,3 +371,13 @@ def _answers(call: Any, timeout_s: float) -> bool:
     finally:
         timer.cancel()
     return decided.acquire(blocking=False)
+
+
+def _only_answer(call: Any) -> Any:
+    """Returns the answer of a call that has one. Raises Internal if the server sends none, or another."""
+    answer = next(call, None)
+    is_only = answer is not None and next(call, None) is None
+    call.cancel()  # unless it has ended
+    if not is_only:
+        raise Internal(NOT_ONE_ANSWER, reason="PROTOCOL")
+    return answer

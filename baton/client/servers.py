@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -63,6 +63,7 @@ ANSWER_TIMEOUT_S = 2.5
 
 Servers send the head before they do any work, so a server that sends none hangs, or cannot be reached.
 """
+NOT_ONE_ANSWER = "the server sent none or several answers instead of one"
 HUNG_FOR_S = 20.0
 """How long a server is passed over after it did not answer in time. gRPC needs longer to see that a connection is dead,
 and takes the server for ready until then.
@@ -99,8 +100,6 @@ _FOLLOWS_HEALTH = json.dumps(
 )
 _NEVER_IDLE_MS = 2**31 - 1
 _LOOK_UP_ARG = "grpc.dns_min_time_between_resolutions_ms"
-
-AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(slots=True)
@@ -149,18 +148,11 @@ class Wait:
 
 class _HeadFirst:
     """A channel for stubs that reads the one answer of a call as a stream of answers: gRPC tells of the head of an
-    answer, before the answer itself, only for streams.
+    answer, before the answer itself, only for streams. It has no streams of requests.
     """
 
     def __init__(self, channel: Any) -> None:
         self.unary_stream = self.unary_unary = channel.unary_stream
-
-
-def only_answer(answers: Sequence[AnswerT]) -> AnswerT:
-    """Returns the answer of a call that has one. Raises Internal if the server sent none, or several."""
-    if len(answers) != 1:
-        raise Internal(f"the server sent {len(answers)} answers instead of one", reason="PROTOCOL")
-    return answers[0]
 
 
 class Server:

@@ -290,6 +290,8 @@ class KvPool:
             return None
         row = self.rows.take()
         assert row is not None
+        if prefix is not None:
+            self._prefixes.use(prefix)
         if self._memory is not None:
             self._memory.stamp(TARGET_GROUP, slots)
         slots = np.concatenate([held, slots])

@@ -139,18 +139,21 @@ class PrefixTree:
         return self._walk(self._root, tokens, namespace, len(tokens) - self.lookahead)
 
     def hold(self, tokens: Tokens, namespace: str, max_tokens: int) -> HeldPrefix:
-        """Holds the longest cached prefix of `tokens` [T], at most `max_tokens` and T - lookahead positions, and marks
-        it as used now.
+        """Holds the longest cached prefix of `tokens` [T], at most `max_tokens` and T - lookahead positions.
 
-        Its slots are not evicted until `let_go`. A prefix of no tokens is held in the same way: `insert` begins there.
+        Its slots are not evicted until `let_go`, but only `use` counts as a use of it. A prefix of no tokens is held in
+        the same way: `insert` begins there.
         """
         prefix = self._walk(self._root, tokens, namespace, min(max_tokens, len(tokens) - self.lookahead))
         node = self._end_node(prefix)
-        self._mark_used(node)
         held = HeldPrefix(node, prefix.num_tokens, namespace)
         self._holds[held] = None
         self._add_holder(node, above=None)
         return held
+
+    def use(self, held: HeldPrefix) -> None:
+        """Notes that a held prefix is used now. What has not been used for longest is evicted first."""
+        self._mark_used(held.node)
 
     def num_held_only_by(self, holds: Iterable[HeldPrefix]) -> int:
         """Returns how many slots become evictable when all of `holds` are let go."""

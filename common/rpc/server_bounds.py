@@ -149,9 +149,8 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         kind = getattr(handler.request_deserializer, "__self__", None)  # the message class, which has this FromString
 
         async def respond(_requests: object, context: Context) -> Any:
-            request = await self._request(context, kind)
             await _begin(context)
-            return await handler.unary_unary(request, context)
+            return await handler.unary_unary(await self._request(context, kind), context)
 
         async def stream(_requests: object, context: Context) -> None:
             await handler.unary_stream(await self._request(context, kind), context)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from queue import SimpleQueue
 
-from common.engine import Drain
+from common.drain import Drain
 from common.errors import BatonError, Draining, EngineLost
 from common.sampling.params import TokenLogprobs
 from common.service.engine_thread import EnginePort

@@ -113,8 +113,13 @@ class GrpcReplica:
                 _GET_LOAD, prefill_pb2.GetPrefillLoadRequest(), prefill_pb2.GetPrefillLoadResponse, timeout_s
             )
             self._follow_pool()
-            if peer_text(load.instance_id) != self._known_instance_id or time.monotonic() >= self._retry_pool_at_s:
+            if peer_text(load.instance_id) != self._known_instance_id:
                 await self._compare_fingerprints(timeout_s)
+            elif time.monotonic() >= self._retry_pool_at_s:
+                try:
+                    await self._compare_fingerprints(timeout_s)
+                except grpc.aio.AioRpcError as failure:  # the replica serves without its pool
+                    self._retry_pool_later(f"it does not say where its pool is: {failure.code().name}")
         except grpc.aio.AioRpcError as failure:
             reason = f"{self.address}: {failure.code().name}: {peer_text(connection_words(failure.details() or ''))}"
             return self._not_ready(PrefillUnavailable(reason))
@@ -162,7 +167,7 @@ class GrpcReplica:
         self._known_instance_id, self._retry_pool_at_s = response.instance_id, math.inf
         if self._mismatch is not None:
             _log.error("prefill replica %s cannot serve: %s", self.address, self._mismatch)
-        else:
+        elif self._is_first_opening:
             _log.info("prefill replica %s is instance %s", self.address, response.instance_id)
         self._let_go_of_pool()
         if self._mismatch is None:

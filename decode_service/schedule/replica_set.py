@@ -85,6 +85,7 @@ class KnownPrefixes:
         lookahead, num_kept = self._tree.lookahead, min(self._max_tokens, MAX_KNOWN_TOKENS)
         stop = min(len(key.token_ids) - lookahead, num_kept)
         held = self._tree.hold(key.token_ids, key.namespace, max(stop, 0))
+        self._tree.use(held)
         if (start := held.num_tokens) < stop:
             self._tree.insert(held, key.token_ids[start : stop + lookahead], np.zeros(stop - start, np.int64))
             self._num_made_room += len(self._tree.evict(max(self._tree.num_slots - num_kept, 0)))

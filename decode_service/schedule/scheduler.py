@@ -20,7 +20,8 @@ from torch import Tensor
 from common.device.stream import NOT_YET, PieceFailed, Scope, WakeUp, naming_a_lost_device, wait_in_order
 from common.device.stream import Event as StreamEvent
 from common.device.upload import device_copy
-from common.engine import Drain, EngineParts, Outbox, Place
+from common.drain import Drain
+from common.engine import EngineParts, Outbox, Place
 from common.errors import BatonError, Draining, EngineFault, InvalidRequest
 from common.kv.pool import CopyKv, KvPool
 from common.kv.pool_size import PoolSize
@@ -88,6 +89,7 @@ class DecodeEngine:
         on_step: OnStep = lambda stats: None,
         deliver: Deliver | None = None,
     ) -> None:
+        assert config.least_chunk_tokens >= parts.num_draft_layers, "the options are those of another draft head"
         device = parts.device
         self._config = config
         self._max_context_tokens = size.max_context_tokens

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import grpc
 
 from baton.v1 import prefill_pb2
-from common.engine import Drain
+from common.drain import Drain
 from common.errors import BatonError
 from common.service.engine_thread import EnginePort
 from common.service.server import ServiceServer

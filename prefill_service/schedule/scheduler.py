@@ -20,7 +20,8 @@ import torch
 
 from common.device.stream import DeviceTimeout, PieceFailed, WakeUp, naming_a_lost_device
 from common.device.stream import Event as StreamEvent
-from common.engine import Drain, EngineParts, Outbox, Place
+from common.drain import Drain
+from common.engine import EngineParts, Outbox, Place
 from common.errors import RowFailure
 from common.kv.pool import KvPool
 from common.kv.pool_size import PoolSize

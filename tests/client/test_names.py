@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from baton import Client, Finished, Tls, errors
-from baton.client.servers import LOOK_UP_INTERVAL_S, AsyncServers, BlockingServers, Server
+from baton.client.servers import LOOK_UP_INTERVAL_S, READY_TIMEOUT_S, AsyncServers, BlockingServers, Server
 from baton.v1 import inference_pb2
 from tests.client.either_client import EitherClient
 from tests.client.scripted_inference import ScriptedServer, finished, started
@@ -262,7 +262,7 @@ async def test_calls_wait_for_look_ups_that_fail_late_only_so_long_in_all(watch:
     for look_up_timeout_s in (0.4, 4.0, 12.0):  # on a busy machine, the first may pass before a look-up fails
         servers = watch(fail_late, look_up_timeout_s=look_up_timeout_s, channel_overrides=LOOK_UP_OFTEN)
         with pytest.raises(errors.Unavailable) as failure:
-            async with asyncio.timeout(BOUND_S):
+            async with asyncio.timeout(look_up_timeout_s + READY_TIMEOUT_S / 2):
                 await take(servers, None)
         if "no such name" in str(failure.value):
             break

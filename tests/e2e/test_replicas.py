@@ -111,6 +111,13 @@ def refusal_of(client: Client) -> errors.Unavailable:
     return refusals[0]
 
 
+def health_of(client: Client) -> HealthStatus | None:
+    """Returns what a service says of its process, or None if it cannot be reached."""
+    with suppress(errors.Unavailable):
+        return client.health("")
+    return None
+
+
 def num_cut(pair: RunningPair) -> int:
     return sum(service.log_file.read_text().count('"outcome": "draining"') for service in pair.processes.decode)
 
@@ -140,14 +147,13 @@ def test_a_draining_decode_service_cuts_what_is_left_with_its_reason_and_the_res
     for _ in range(NUM_TRIES):
         stream = endless(pair.decodes[0])
         decode.terminate()
-        refused_with, is_ready = refusal_of(pair.client).reason, pair.is_ready()
-        with suppress(errors.Unavailable):
-            assert pair.client.health("") is HealthStatus.SERVING
+        refused_with, is_ready, health = refusal_of(pair.client).reason, pair.is_ready(), health_of(pair.client)
         if not decode.wait(0.0):  # it was still draining while all that was asked
             break
         start(pair, [decode])
     assert refused_with == "DRAINING"
     assert not is_ready, "health must turn before the first refusal"
+    assert health is HealthStatus.SERVING
 
     error = error_of(stream)
 

@@ -260,6 +260,7 @@ def test_kv_that_a_row_used_stays_longer_and_kv_that_was_only_looked_up_does_not
     use(first)
     use(second)
     assert pool.num_cached(first) == 9
+    assert pool.reserve(10, key=first, num_spared=MAX_TOKENS) is None
     evict(3)
     assert (pool.num_cached(first), pool.num_cached(second)) == (7, 9)
     use(first)

@@ -24,6 +24,7 @@ from common.kv.pool_size import LEAST_TOKENS, MemoryBeside, PoolBytes, PoolLimit
 from common.service.runtime import open_runtime
 from decode_service import main as decode_main
 from decode_service.forward.forward_side import recorded_bytes
+from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from prefill_service import main as prefill_main
 
@@ -60,7 +61,8 @@ def beside(
     settings: Any = kind(**options)
     if kind is PrefillSettings:
         return prefill_main.memory_beside_pool(settings, runtime, prefill_main.engine_config(settings))
-    config = replace(decode_main.engine_config(settings, None), spec_info=spec_info)
+    new_depth = AdaptiveDepth if spec_info.has_drafts else FixedDepth
+    config = replace(decode_main.engine_config(settings, None), spec_info=spec_info, new_depth=new_depth)
     return decode_main.memory_beside_pool(settings, runtime, config)
 
 

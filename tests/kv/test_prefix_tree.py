@@ -50,6 +50,7 @@ def num_matched(tree: PrefixTree, tokens: Sequence[int], namespace: str = "") ->
 
 def cached_slots(tree: PrefixTree, tokens: Sequence[int]) -> list[int]:
     held = tree.hold(array(tokens), "", len(tokens))
+    tree.use(held)
     slots: list[int] = held.slots().tolist()
     tree.let_go(held)
     return slots
@@ -73,7 +74,9 @@ def test_what_is_after_a_hold_does_not_count_as_used() -> None:
     tree = PrefixTree(1)
     insert(tree, [1, 2, 3, 4, 5, 6], first_slot=10)
     insert(tree, [7, 7, 7], first_slot=20)
-    tree.let_go(tree.hold(array([1, 2, 3, 4, 5, 6]), "", 2))
+    held = tree.hold(array([1, 2, 3, 4, 5, 6]), "", 2)
+    tree.use(held)
+    tree.let_go(held)
     assert [sorted(tree.evict(num_slots).tolist()) for num_slots in (3, 2, 2)] == [[12, 13, 14], [20, 21], [10, 11]]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.device.stream import Device
-from common.engine import Drain
+from common.drain import Drain
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_pool import SharedPool
 from common.model.target import TargetModel

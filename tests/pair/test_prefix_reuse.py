@@ -271,7 +271,7 @@ def one_token_fewer_is_held(patch: pytest.MonkeyPatch) -> None:
     hold = PrefixTree.hold
 
     def mutant(self: PrefixTree, tokens: NDArray[np.int64], namespace: str, max_tokens: int) -> HeldPrefix:
-        num_cached = min(self.num_cached(tokens, namespace), max_tokens)
+        num_cached = min(self.match(tokens, namespace).num_tokens, max_tokens)
         return hold(self, tokens, namespace, max(num_cached - 1, 0))
 
     patch.setattr(PrefixTree, "hold", mutant)

@@ -253,6 +253,14 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_served(con
         assert not other.is_closed.is_set()
 
 
+async def test_the_head_of_an_answer_comes_before_the_request(connect: Connect) -> None:
+    """A client whose request takes long to send must not take the service for one that hangs."""
+    client = await connect()
+    streams = [client.open(method) for method in (GET_LOAD, GENERATE, CHECK)]
+    await until(lambda: all(client.of(stream, HEADERS) for stream in streams))
+    assert not any(client.has_ended(stream) for stream in streams)
+
+
 # ---- clients that do not read ---------------------------------------------------------------------------------------
 
 

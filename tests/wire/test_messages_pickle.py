@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import decode_service.messages as decode
-from common.engine import Drain
+from common.drain import Drain
 from common.errors import EngineFault, FingerprintMismatch, InvalidRequest, RowFailure
 from common.kv.shared_kv import PoolTicket, SharedKv
 from common.sampling.params import ResolvedSampling, TokenLogprobs
