@@ -41,7 +41,7 @@ def function_schema(schema_field: str, *needed: str, beside: JsonSchemaValue | N
 
 def _choice_schema(inner: JsonSchemaValue) -> JsonSchemaValue:
     """Returns the JSON schema of a choice. `inner` are the schemas of its fields besides `type`."""
-    kind = {"enum": ["function", "allowed_tools"]}
+    kind = {"enum": ["function", "allowed_tools", None]}
     return {"anyOf": [{"enum": list(_CHOICES)}, {"type": "object", "properties": {"type": kind, **inner}}]}
 
 

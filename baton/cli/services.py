@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Self
@@ -41,7 +42,7 @@ def info(
     token = options.read_token(token_file)
     with reported_errors(as_json), options.decode_client(address, tls, token) as client:
         model, load = client.model_info(), client.load()
-        failures = _failures(client.address.split(","), tls, token)
+        failures = _failures([each.strip() for each in client.address.split(",")], tls, token)
     if as_json:
         print_json("info", address=client.address, model=model, load=load, failures=failures)
     else:
@@ -50,14 +51,23 @@ def info(
 
 def _failures(addresses: Sequence[str], tls: Tls | None, token: str | None) -> dict[str, str]:
     """Asks each of several decode services. Returns by address why one does not answer; a call asks any that does."""
-    failures: dict[str, str] = {}
-    for address in addresses if len(addresses) > 1 else ():
+
+    def failure_of(address: str) -> str:
         with Client(address, tls=tls, token=token, rpc_timeout_s=LOAD_TIMEOUT_S) as client:
             try:
                 client.load()
             except BatonError as error:
-                failures[address] = str(error)
-    return failures
+                return str(error)
+        return ""
+
+    if len(addresses) == 1:
+        return {}
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        return {
+            each: failure
+            for each, failure in zip(addresses, threads.map(failure_of, addresses), strict=True)
+            if failure
+        }
 
 
 def _print_info(address: str, model: ModelInfo, load: InferenceLoad, failures: Mapping[str, str]) -> None:

@@ -116,11 +116,17 @@ class References:
 
     def __init__(self, schema: Any) -> None:
         self.schema = schema
+        self._found: dict[str, tuple[Place, Any] | None] = {}
 
     def found(self, reference: Any) -> tuple[Place, Any] | None:
         """Returns what a `$ref` leads to, be it a schema or not, and its place, or None if it is not understood."""
         if not isinstance(reference, str):
             return None
+        if reference not in self._found:
+            self._found[reference] = self._look_for(reference)
+        return self._found[reference]
+
+    def _look_for(self, reference: str) -> tuple[Place, Any] | None:
         if (value := referred_value(self.schema, reference)) is None:
             return self._named.get(reference)
         place: Place = None

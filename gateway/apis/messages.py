@@ -239,9 +239,9 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatInput, dict[str
     messages, params = chat_of(fields.system, fields.messages)
     last = messages[-1]
     if last.role == "assistant" and not (last.content.strip() or last.tool_calls):
-        if len(messages) == 1:
-            raise invalid("messages", "there is nothing to answer, only an empty message of the assistant")
         messages = messages[:-1]  # nothing to go on with: a new answer
+        if all(each.role == "system" for each in messages):
+            raise invalid("messages", "there is nothing to answer, only an empty message of the assistant")
     options: dict[str, Any] = {}
     effort = None if fields.output_config is None else fields.output_config.effort
     wishes = fields.wishes(

@@ -72,6 +72,7 @@ class OutputParser:
     ) -> None:
         self._form = form
         self._functions = functions
+        self._references: dict[str, References] = {}
         self._only_whole_calls = only_whole_calls
         self._cursor = Cursor()
         self._events: list[OutputEvent] = []
@@ -266,7 +267,7 @@ class OutputParser:
         cursor = self._cursor
         yield from cursor.literal("<function=")
         name = self._declared((yield from cursor.text_before(">")))
-        parameters = References(self._functions[name])
+        parameters = self._references.setdefault(name, References(self._functions[name]))
         members: dict[str, str] = {}
         while True:
             yield from cursor.space()
@@ -464,7 +465,13 @@ _IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }
-_OF_STRINGS = frozenset({"pattern", "minLength", "maxLength", "format"})
+_OF_STRINGS = frozenset({"pattern", "minLength", "maxLength"})
+_OF_OTHERS = frozenset(
+    {
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("items", "prefixItems", "minItems", "maxItems", "properties", "additionalProperties", "required"),
+    }
+)
 _MAX_SCHEMAS, _MAX_SCHEMA_DEPTH = 1000, 100
 
 
@@ -543,7 +550,7 @@ class _Allowed:
         def allows(part: Any, value: Any = value) -> bool:
             return self._allows(part, value, depth + 1)
 
-        is_of_strings = self._by_keyword and not _OF_STRINGS.isdisjoint(schema)
+        is_of_strings = self._by_keyword and not _OF_STRINGS.isdisjoint(schema) and _OF_OTHERS.isdisjoint(schema)
         types = schema.get("type", "string" if is_of_strings else None)
         names = [each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)]
         if names and not any(name in _IS_OF_TYPE and _IS_OF_TYPE[name](value) for name in names):

@@ -219,7 +219,7 @@ def _cause_of(error: httpx2.ConnectError) -> str:
     root: BaseException = error
     while (cause := root.__cause__ or root.__context__) is not None:
         root = cause
-    return os.strerror(root.errno) if isinstance(root, OSError) and root.errno else str(error)
+    return os.strerror(root.errno) if isinstance(root, OSError) and (root.errno or 0) > 0 else str(root)
 
 
 class WatchedService:
