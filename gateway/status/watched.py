@@ -219,7 +219,8 @@ def _cause_of(error: httpx2.ConnectError) -> str:
     root: BaseException = error
     while (cause := root.__cause__ or root.__context__) is not None:
         root = cause
-    return os.strerror(root.errno) if isinstance(root, OSError) and (root.errno or 0) > 0 else str(root)
+    number = root.errno if isinstance(root, OSError) else None
+    return os.strerror(number) if number is not None and number > 0 else str(root)  # a resolver's are negative
 
 
 class WatchedService:
