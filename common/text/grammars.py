@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -1056,28 +1056,25 @@ def _check_alone(part: dict[str, Any], words: str) -> None:
                 raise _KeywordRefused(keyword, f"{bound} {why}")
 
 
-def _endless_keyword(schema: dict[str, Any], parts: Iterable[dict[str, Any]]) -> str:
+def _endless_keyword(schema: dict[str, Any], parts: Sequence[dict[str, Any]]) -> str:
     """Returns a keyword of `schema` that only endless values fit, or "" if there is none. `parts` are the schema and
     all schemas in it.
     """
     references = References(schema)
-    endless = {id(part): list(_needed(part, references)) for part in parts}
-    users: dict[int, list[int]] = {}
-    for key, groups in endless.items():
-        for _, group in groups:
-            for each in group:
-                users.setdefault(id(each), []).append(key)
-
-    def keyword_of(key: int) -> str:
-        return next((name for name, group in endless[key] if all(id(each) in endless for each in group)), "")
-
-    waiting = list(endless)
-    while waiting:
-        key = waiting.pop()
-        if key in endless and not keyword_of(key):
-            del endless[key]
-            waiting += users.get(key, ())
-    return keyword_of(id(schema)) if id(schema) in endless else ""
+    endless: dict[int, dict[int, str]] = {id(part): {} for part in parts}  # keywords of groups without a finite member
+    users: dict[int, list[tuple[int, int]]] = {}
+    for part in parts:
+        for number, (keyword, group) in enumerate(_needed(part, references)):
+            if all(id(each) in endless for each in group):
+                endless[id(part)][number] = keyword
+                for each in group:
+                    users.setdefault(id(each), []).append((id(part), number))
+    finite = [key for key, groups in endless.items() if not groups]
+    while finite:
+        for key, number in users.get(finite.pop(), ()):
+            if endless[key].pop(number, "") and not endless[key]:
+                finite.append(key)
+    return next(iter(endless[id(schema)].values()), "")
 
 
 def _needed(part: dict[str, Any], references: References) -> Iterator[tuple[str, Sequence[Any]]]:

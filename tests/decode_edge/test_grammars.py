@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from baton.v1 import inference_pb2, types_pb2
-from common.grammar.grammar import Grammar, GrammarKind
+from common.grammar.grammar import MAX_CHARS, Grammar, GrammarKind
 from common.grammar.matcher import num_words
 from common.telemetry.timeline import TOKENIZE, Timeline
 from common.text.grammars import (
@@ -172,6 +173,7 @@ def test_an_output_under_a_wide_schema_goes_on_to_its_end(num_keys: int, require
     assert allowed(matcher, tokenizer) == [end]
 
 
+KEYS = [f"{number:03x}" for number in range(3600)]
 OF_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
 
@@ -194,6 +196,21 @@ def test_a_schema_that_no_finite_text_fits_is_refused(schema: dict[str, object],
         assert grammars_of(byte_level()).matcher(grammar)
     else:
         assert refusal(grammar).startswith(f"{keyword}: leads to itself without end")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": {key: {} for key in KEYS}, "required": KEYS, "type": "object"}, {"allOf": [{}] * 16_000}],
+    ids=["required", "allOf"],
+)
+def test_a_large_schema_is_checked_in_little_time(schema: dict[str, object]) -> None:
+    text = json.dumps(schema)
+    assert 64_000 <= len(text) <= MAX_CHARS[JSON_SCHEMA]
+    grammars = grammars_of(byte_level())
+    grammars.load()
+    began_s = time.thread_time()
+    assert grammars.matcher(Grammar(JSON_SCHEMA, text))
+    assert time.thread_time() - began_s < 1.0
 
 
 def test_the_place_of_a_keyword_is_cut_at_its_beginning() -> None:
