@@ -1057,9 +1057,13 @@ def _check_alone(part: dict[str, Any], words: str) -> None:
 
 
 def _endless_keyword(schema: dict[str, Any], parts: Sequence[dict[str, Any]]) -> str:
-    """Returns a keyword of `schema` that only endless values fit, or "" if there is none. `parts` are the schema and
+    """Returns a keyword of `schema` that only endless values fit, or "" if none is found. `parts` are the schema and
     all schemas in it.
+
+    Finds none if a schema inside has an id: the library resolves references there, and `References` at the root.
     """
+    if any(isinstance(part.get(name), str) for part in parts if part is not schema for name in ("$id", "id")):
+        return ""
     references = References(schema)
     endless: dict[int, dict[int, str]] = {id(part): {} for part in parts}  # keywords of groups without a finite member
     users: dict[int, list[tuple[int, int]]] = {}

@@ -176,6 +176,11 @@ def test_an_output_under_a_wide_schema_goes_on_to_its_end(num_keys: int, require
 KEYS = [f"{number:03x}" for number in range(3600)]
 OF_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
+WITH_IDS = {
+    "allOf": [{"id": "http://x/a", "allOf": [{"$ref": "#/definitions/b"}], "definitions": {"b": {}}}],
+    "definitions": {"b": {"$ref": "#"}},
+}
+
 
 @pytest.mark.parametrize(
     ("schema", "keyword"),
@@ -187,6 +192,7 @@ OF_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": [
         ({"type": "array", "items": {"$ref": "#"}}, ""),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "minItems"),
         ({"type": "array", "prefixItems": [{}], "items": {"$ref": "#"}, "minItems": 1}, ""),
+        ({**WITH_IDS, "$schema": "http://json-schema.org/draft-04/schema#"}, ""),
         ({"$ref": "#a", "$defs": {"a": {**OF_ITSELF, "$anchor": "a", "properties": {"a": {"$ref": "#a"}}}}}, "$ref"),
     ],
 )

@@ -497,6 +497,23 @@ CASES = (
         "ref to itself", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, refused="$ref: leads to itself"
     ),
     Case("ref that is empty", {"$ref": ""}, refused="$ref: leads to itself"),
+    Case(
+        "id inside, where a ref leads to what is in it",
+        {
+            "$id": "https://x/order",
+            **_object(["item"], item={"$ref": "item"}),
+            "$defs": {
+                "item": {
+                    "$id": "item",
+                    **_object(["name"], name={"$ref": "#/$defs/name"}),
+                    "$defs": {"name": STRING},
+                },
+                "name": {"$ref": "#"},
+            },
+        },
+        [{"item": {"name": "a"}}],
+        [{"item": {"name": {"item": {}}}}, {"item": {}}],
+    ),
     Case("no schema in a keyword of somebody's own", {**INTEGER, "x-ui": {"items": 5, "pattern": "("}}, [1], ["a"]),
     Case("ref to nothing", {"$ref": "#/$defs/a"}, refused="$ref: #/$defs/a leads nowhere"),
     Case("ref to nothing that nothing reads", {**INTEGER, "$defs": {"a": {"$ref": "#/$defs/b"}}}, [1], ["a"]),
