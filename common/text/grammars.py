@@ -119,7 +119,7 @@ _EXCLUSIVE = (
 """For each exclusive bound its inclusive one, where allowed numbers are, and what makes one bound out of two."""
 _TOO_LARGE = "is at or beyond the ends of 64 bits"
 _KEPT_IN_REFERENCES = "#/%!$&'()*+,;=:@?-._~"
-_NOWHERE = re.compile("(?:Pointer|Anchor|array index '.*' in pointer) '(.*)'")
+_NOWHERE = re.compile("(?:Pointer|Anchor|Failed to parse array index '.*' in pointer) '(.*)'")
 _EMPTY = re.compile("Unsatisfiable schema: Regex is empty.*")
 """Matches words that go on with a regular expression of the library's own."""
 _ELSEWHERE = re.compile("Resource '(?:json-schema:///)?(.*)' is not present in a registry")
@@ -630,13 +630,14 @@ def _words(matcher: LLMatcher) -> str:
 
 def _own_words(error: str) -> str:
     """Returns an error of the library on one line, and in our words if they are clearer."""
+    place = found[0] if (found := _PLACE.match(error)) else ""
+    said = error.removeprefix(place).removeprefix(_IN_LARK)
+    if missing := _NOWHERE.match(said):  # only the beginning is the library's own
+        return f"{place}$ref: #{unquote(missing[1])} leads nowhere"
+    if other := _ELSEWHERE.match(said):
+        return f"{place}$ref or $schema: {other[1]} is another document, which is not read"
     error = _BAD_REGEX.sub(_said_of_regex, error)
     words = " ".join(_LISTING.sub("", error).split())
-    place = found[0] if (found := _PLACE.match(words)) else ""
-    if missing := _NOWHERE.search(words):
-        return f"{place}$ref: #{unquote(missing[1])} leads nowhere"
-    if other := _ELSEWHERE.search(words):
-        return f"{place}$ref or $schema: {other[1]} is another document, which is not read"
     if words == "NoExtensionBias":
         return "no text matches it"
     words = _LOOK_AROUND.sub(_said_of_look_around, words)
