@@ -149,6 +149,8 @@ _OWN_WORDS = (
 _INCOMPATIBLE = "Unsatisfiable schema: incompatible types"
 _NO_VALUE = ("Unsatisfiable schema: ", "no text that can be written")
 """How words begin that say that no value fits a schema."""
+_MAX_TRIED_CHARS = 8 * MAX_CHARS[GrammarKind.JSON_SCHEMA]
+"""How many characters of a refused schema's parts are compiled again, to find the part that is refused."""
 _KINDS = ("type", "const", "enum", "allOf", "anyOf", "oneOf", "$ref")
 _TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 _FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -957,7 +959,7 @@ def _check_length(num_chars: int, kind: GrammarKind) -> None:
 
 def _fault_in(schema: dict[str, Any], words: str) -> str:
     """Returns what is wrong in a schema that the library refuses with `words`, after its place, or "" if that is not
-    known.
+    known, or would take long to find.
 
     Looks at the schemas that the library reads, those behind references included.
     """
@@ -968,7 +970,15 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
         keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema
     }
     innermost = ""  # no later part, so none inside it, is refused in the same words
-    while waiting:
+    num_tried_chars = 0
+
+    def why_part_refused(part: dict[str, Any]) -> str:
+        nonlocal num_tried_chars
+        tried = {**definitions, **part}
+        num_tried_chars += len(json.dumps(tried))
+        return _why_refused(tried)
+
+    while waiting and num_tried_chars < _MAX_TRIED_CHARS:
         place, part = waiting.pop()
         if isinstance(part, bool) or id(part) in known:
             continue
@@ -980,12 +990,12 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
         except _KeywordRefused as error:
             return f"{_path((place, error.keyword))}: {error}"
         if words.startswith(_NO_VALUE):
-            if not (why := _why_refused({**definitions, **part})).startswith(_NO_VALUE):
+            if not (why := why_part_refused(part)).startswith(_NO_VALUE):
                 continue  # what is in it is no reason
             innermost = f"{_path(place)}: {_no_value(part, why)}".removeprefix(": ")
         for begin, keywords, why in _OWN_WORDS:
             named = [keyword for keyword in keywords if keyword in part and words.startswith(begin)]
-            if named and _why_refused({**definitions, **part}).startswith(begin):
+            if named and why_part_refused(part).startswith(begin):
                 innermost = f"{_path((place, named[0]))}: {why}"
         for keyword, value in part.items():
             inner = (place, keyword)
@@ -999,7 +1009,7 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
                 waiting.append((inner, value))
             elif keyword == "$ref" and (found := references.found(value)) is not None:
                 waiting.append(found)
-    return innermost
+    return "" if waiting else innermost
 
 
 def _no_value(part: dict[str, Any], words: str) -> str:

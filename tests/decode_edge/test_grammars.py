@@ -224,6 +224,16 @@ def test_a_large_schema_is_checked_in_little_time(schema: dict[str, object]) -> 
     assert time.thread_time() - began_s < 1.0
 
 
+def test_the_fault_of_a_large_schema_is_searched_for_a_little_time() -> None:
+    properties = {"none": {"const": 1, "type": "string"}, **{key: {} for key in KEYS}}
+    schema = {"properties": properties, "required": ["none"], "type": "object", "$defs": {"a": {"enum": [0] * 8_000}}}
+    began_s = time.thread_time()
+    assert refusal(Grammar(JSON_SCHEMA, json.dumps(schema))).startswith(
+        "Unsatisfiable schema: required property 'none'"
+    )
+    assert time.thread_time() - began_s < 1.0
+
+
 def test_the_place_of_a_keyword_is_cut_at_its_beginning() -> None:
     schema: dict[str, object] = SLOW
     for _ in range(400):
