@@ -387,11 +387,12 @@ def _run_services(
     return used
 
 
-def _complete(client: Client, each: Asked) -> Completion:
+def _complete(client: Client, each: Asked, *, cache_salt: str | None = None) -> Completion:
     sampling = each.sampling
     return client.complete(
         token_ids=each.prompt,
         choice_index=each.choice_index,
+        cache_salt=cache_salt,
         timeout_s=BOUND_S,
         temperature=sampling.temperature,
         seed=sampling.seed,
