@@ -1,4 +1,4 @@
-"""The command to drain, which both engines take."""
+"""The command to drain, which both engines take. Messages import it, so it must not import the engines' libraries."""
 
 from __future__ import annotations
 

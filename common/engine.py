@@ -1,4 +1,4 @@
-"""What both engines are made of: their parts and options, the lifecycle of requests and prompts, the outbox by which
+"""Both engines are made of these: their parts and options, the lifecycle of requests and prompts, the outbox by which
 events leave, and the forwards of padding that compile GPU kernels before the first request.
 """
 

@@ -1,4 +1,4 @@
-"""The role of a service's process."""
+"""The role of a service's process. This module imports nothing, so that clients, settings and services can share it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a process is: a prefill or a decode service."""
+    """A process is one of these: a prefill or a decode service."""
 
     PREFILL = "prefill"
     DECODE = "decode"

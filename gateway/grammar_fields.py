@@ -122,8 +122,8 @@ class StructuredOutputs(StrictFields):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the output must be: an option of SamplingOptions with its value, and the `field` that asked for it. `spaces`
-    is the field that says how a schema's spaces are written, if any.
+    """A constraint on the output: an option of SamplingOptions with its value, and the `field` that asked for it. The
+    field `spaces`, if any, says how a schema's spaces are written.
     """
 
     option: Literal["json_schema", "regex", "choice", "ebnf", "lark"]
