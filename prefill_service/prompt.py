@@ -178,14 +178,14 @@ class PromptLives(Lifecycle[Prompt, PromptPhase]):
         with the tokens that are computed. So all clients get equally many tokens computed, and a new client need not
         wait for the others' queued prompts. One client's prompts are in the order in which they are due.
         """
-        tags: dict[Prompt, int] = {}
-        present, ends = self._present_tag(), dict(self._ends)
-        for prompt in sorted(self._members[place], key=lambda prompt: prompt.due_s):
-            if place is Place.WAITING:
+        prompts = sorted(self._members[place], key=lambda prompt: prompt.due_s)
+        if place is Place.WAITING:
+            tags, present, ends = dict[Prompt, int](), self._present_tag(), dict(self._ends)
+            for prompt in prompts:
                 tags[prompt] = max(present, ends.get(prompt.client, present))
                 ends[prompt.client] = tags[prompt] + prompt.num_uncomputed
-            else:
-                tags[prompt] = prompt.next_tag
+        else:
+            tags = {prompt: prompt.next_tag for prompt in prompts}
 
         def turn(prompt: Prompt) -> tuple[int, int, int]:
             level = self._ageing.level(prompt.due_s, now_s=now_s, best=prompt.best_level)
