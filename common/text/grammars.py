@@ -34,6 +34,7 @@ from common.text.json_objects import (
     References,
     close_objects,
     inside,
+    moves_references,
     schemas_in,
 )
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
@@ -959,7 +960,7 @@ def _check_length(num_chars: int, kind: GrammarKind) -> None:
 
 def _fault_in(schema: dict[str, Any], words: str) -> str:
     """Returns what is wrong in a schema that the library refuses with `words`, after its place, or "" if that is not
-    known, or would take long to find.
+    found in a little time.
 
     Looks at the schemas that the library reads, those behind references included.
     """
@@ -969,7 +970,7 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
     definitions: dict[str, Any] = {
         keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema
     }
-    innermost = ""  # no later part, so none inside it, is refused in the same words
+    innermost = ""  # the last part so far that is refused in the same words
     num_tried_chars = 0
 
     def why_part_refused(part: dict[str, Any]) -> str:
@@ -1009,7 +1010,7 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
                 waiting.append((inner, value))
             elif keyword == "$ref" and (found := references.found(value)) is not None:
                 waiting.append(found)
-    return "" if waiting else innermost
+    return innermost if not waiting or words.startswith(_NO_VALUE) else ""  # an outer part has no other fault
 
 
 def _no_value(part: dict[str, Any], words: str) -> str:
@@ -1071,9 +1072,9 @@ def _endless_keyword(schema: dict[str, Any], parts: Sequence[dict[str, Any]]) ->
     """Returns a keyword of `schema` that only endless values fit, or "" if none is found. `parts` are the schema and
     all schemas in it.
 
-    Finds none if a schema inside has an id: the library resolves references there, and `References` at the root.
+    Finds none if a schema inside has references of its own, which `References` does not find.
     """
-    if any(isinstance(part.get(name), str) for part in parts if part is not schema for name in ("$id", "id")):
+    if moves_references(schema):
         return ""
     references = References(schema)
     endless: dict[int, dict[int, str]] = {id(part): {} for part in parts}  # keywords of groups without a finite member

@@ -3,7 +3,8 @@ unless the schema says otherwise.
 
 JSON Schema leaves such objects open, and a model then goes on to invent keys. Where several schemas describe one object
 together, the outermost is closed for the properties that all of them declare. An object stays open if it requires
-properties that it does not declare. All stay open if a reference is not understood.
+properties that it does not declare. All stay open if a reference is not understood, or leads from an id inside the
+schema.
 """
 
 from __future__ import annotations
@@ -42,17 +43,19 @@ def close_objects(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> 
     """Adds `additionalProperties: false` where the module's rules close an object. `schemas` are `schema` and all
     schemas inside it.
     """
-    schemas = list(schemas)
-    if any("$ref" in part and referred(schema, part["$ref"]) is None for part in schemas):
+    schemas, references = list(schemas), References(schema)
+    if moves_references(schema) or any(
+        "$ref" in part and references.referred(part["$ref"]) is None for part in schemas
+    ):
         return
     joint: dict[int, list[dict[str, Any]]] = {}
     members: set[int] = set()
     for part in schemas:
-        named = list(_named(part, schema))
+        named = list(_named(part, references))
         alternatives = sum(keyword in part for keyword in _ALTERNATIVES)
         others = len(named) - sum(len(part[each]) for each in _ALTERNATIVES if isinstance(part.get(each), list))
         if named and (not _ADDS.isdisjoint(part) or alternatives + others > 1):
-            joint[id(part)] = _all_named(part, schema)
+            joint[id(part)] = _all_named(part, references)
             members.update(id(each) for each in joint[id(part)][1:])
     closed = [(part, joint.get(id(part), [part])) for part in schemas if id(part) not in members]
     for part, described in [each for each in closed if _is_closed(each[1])]:
@@ -76,19 +79,19 @@ def _is_closed(described: Iterable[dict[str, Any]]) -> bool:
     return not is_said and all(isinstance(name, str) and name in names for each in required for name in each)
 
 
-def _all_named(part: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+def _all_named(part: dict[str, Any], references: References) -> list[dict[str, Any]]:
     """Returns `part` and all schemas that it names, directly or not, for the same value."""
     found = {id(part): part}
     waiting = [part]
     while waiting and len(found) < _MAX_NAMED:
-        for each in _named(waiting.pop(), schema):
+        for each in _named(waiting.pop(), references):
             if id(each) not in found:
                 found[id(each)] = each
                 waiting.append(each)
     return list(found.values())
 
 
-def _named(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _named(part: dict[str, Any], references: References) -> Iterator[dict[str, Any]]:
     """Yields the schemas that `part` names for the same value, for example by `allOf` or `$ref`."""
     for keyword in ("allOf", *_ALTERNATIVES):
         if isinstance(members := part.get(keyword), list):
@@ -99,14 +102,20 @@ def _named(part: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, A
     for keyword in ("dependentSchemas", "dependencies"):
         if isinstance(by_name := part.get(keyword), dict):
             yield from (each for each in by_name.values() if isinstance(each, dict))
-    if (found := referred(schema, part.get("$ref"))) is not None:
+    if (found := references.referred(part.get("$ref"))) is not None:
         yield found
 
 
-def referred(schema: dict[str, Any], reference: Any) -> dict[str, Any] | None:
-    """Returns the schema that a `$ref` in `schema` leads to, or None if it is not understood."""
-    found = referred_value(schema, reference)
-    return found if isinstance(found, dict) else None
+def moves_references(schema: dict[str, Any]) -> bool:
+    """Returns whether a schema inside has an id, and references in it that lead from there. `References` follows them
+    from the root.
+    """
+    keyword = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
+    return any(
+        isinstance(part.get(keyword), str) and any("$ref" in each for _, each in schemas_in(part))
+        for place, part in schemas_in(schema)
+        if place is not None
+    )
 
 
 class References:
@@ -127,12 +136,20 @@ class References:
         return self._found[reference]
 
     def _look_for(self, reference: str) -> tuple[Place, Any] | None:
-        if (value := referred_value(self.schema, reference)) is None:
+        if reference not in ("", "#") and not reference.startswith("#/"):
             return self._named.get(reference)
         place: Place = None
-        for name in names_in(reference):
+        found: Any = self.schema
+        for name in unquote(reference).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return self._named.get(reference)
             place = (place, name)
-        return place, value
+        return place, found
 
     def referred(self, reference: Any) -> dict[str, Any] | None:
         """Returns the schema that a `$ref` leads to, or None if it is not understood."""
@@ -169,23 +186,3 @@ def inside(place: Place, value: dict[str, Any] | list[Any]) -> Iterator[tuple[Pl
     """Yields what an object or a list at a place contains, each with its own place."""
     named = value.items() if isinstance(value, dict) else enumerate(value)
     return (((place, str(name)), each) for name, each in named)
-
-
-def names_in(reference: str) -> list[str]:
-    """Returns the names that lead from the root to what a `$ref` refers to."""
-    return [name.replace("~1", "/").replace("~0", "~") for name in unquote(reference).split("/")[1:]]
-
-
-def referred_value(schema: dict[str, Any], reference: Any) -> Any:
-    """Returns what a `$ref` in `schema` leads to, be it a schema or not, or None if it is not understood."""
-    if not isinstance(reference, str) or not (reference in ("", "#") or reference.startswith("#/")):
-        return None
-    found: Any = schema
-    for name in names_in(reference):
-        if isinstance(found, dict):
-            found = found.get(name)
-        elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
-    return found
