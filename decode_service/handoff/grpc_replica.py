@@ -118,13 +118,10 @@ class GrpcReplica:
             elif time.monotonic() >= self._retry_pool_at_s:
                 try:
                     await self._compare_fingerprints(timeout_s)
-                except grpc.aio.AioRpcError as failure:  # the replica serves without its pool
-                    self._retry_pool_later(f"it does not say where its pool is: {failure.code().name}")
-        except grpc.aio.AioRpcError as failure:
-            reason = f"{self.address}: {failure.code().name}: {peer_text(connection_words(failure.details() or ''))}"
-            return self._not_ready(PrefillUnavailable(reason))
-        except ProtocolError as error:
-            return self._not_ready(PrefillUnavailable(f"{self.address}: answered something else: {error}"))
+                except (grpc.aio.AioRpcError, ProtocolError) as failure:  # the replica serves without its pool
+                    self._retry_pool_later(f"it does not say where its pool is: {_words(failure)}")
+        except (grpc.aio.AioRpcError, ProtocolError) as failure:
+            return self._not_ready(PrefillUnavailable(f"{self.address}: {_words(failure)}"))
         except Exception as error:  # polling must continue
             _log.exception("looking at prefill replica %s failed", self.address)
             reason = peer_text(f"{type(error).__name__}: {error}")
@@ -248,3 +245,10 @@ class GrpcReplica:
             self._known_instance_id = None
             sweep()
         return Replica(self.address, is_ready=False, error=error)
+
+
+def _words(failure: grpc.aio.AioRpcError | ProtocolError) -> str:
+    """Returns why asking a replica failed."""
+    if isinstance(failure, ProtocolError):
+        return f"answered something else: {failure}"
+    return f"{failure.code().name}: {peer_text(connection_words(failure.details() or ''))}"

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2, types_pb2
@@ -22,7 +23,7 @@ class RawReplica:
     """A prefill replica with scripted answers. It writes `frames` to each Handoff call and then ends the call, unless
     it `hangs` or fails with `status`.
 
-    A non-empty entry of `answers` replaces the correct answer to that method.
+    A non-empty entry of `answers` replaces the correct answer to that method; with a status code the method fails.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RawReplica:
         self.is_stepping = False  # whether a step ends between any two polls of its load
         self.num_steps = 0
         self.frames: Sequence[bytes] = ()
-        self.answers: Mapping[str, bytes] = {}
+        self.answers: Mapping[str, bytes | grpc.StatusCode] = {}
         self.hangs = False
         self.status: grpc.StatusCode | None = None
         self.details = "the script says so"
@@ -92,13 +93,13 @@ class RawReplica:
         if self.hangs:
             await asyncio.Event().wait()
 
-    async def _get_fingerprint(self, request: bytes, context: object) -> bytes:
+    async def _get_fingerprint(self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         response = prefill_pb2.GetFingerprintResponse(
             fingerprint=encode_fingerprint(self.fingerprint), instance_id=self.instance_id
         )
-        return self.answers.get("GetFingerprint") or response.SerializeToString()
+        return await self._answer("GetFingerprint", response, context)
 
-    async def _get_load(self, request: bytes, context: object) -> bytes:
+    async def _get_load(self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         self.num_steps += self.is_stepping
         response = prefill_pb2.GetPrefillLoadResponse(
             instance_id=self.instance_id,
@@ -109,8 +110,14 @@ class RawReplica:
             num_evicted_tokens=self.num_evicted_tokens,
             slots=types_pb2.PoolLoad(free=self.num_free_slots),
         )
-        return self.answers.get("GetLoad") or response.SerializeToString()
+        return await self._answer("GetLoad", response, context)
 
-    async def _check(self, request: bytes, context: object) -> bytes:
+    async def _check(self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         self.num_looks += 1
-        return self.answers.get("Check") or health_pb2.HealthCheckResponse(status=self.health).SerializeToString()
+        return await self._answer("Check", health_pb2.HealthCheckResponse(status=self.health), context)
+
+    async def _answer(self, method: str, correct: Message, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        answer = self.answers.get(method) or correct.SerializeToString()
+        if isinstance(answer, grpc.StatusCode):
+            await context.abort(answer, self.details)
+        return answer

@@ -25,6 +25,7 @@ from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, failed, prebu
 from tests.handoff.scripted_prefill import RecordingDecode
 from tests.support.free_ports import free_ports
 from tests.support.loop_thread import LoopThread
+from tests.support.running_pair import wait_until
 from tests.wire.strategies import VOCAB_SIZE
 
 CODEC = FrameCodec(fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE)
@@ -282,6 +283,28 @@ def test_a_replica_that_answers_something_else_is_not_ready_and_its_answer_named
     replica = rig.decode.latest_replica(lambda replica: "not looked" not in str(replica.error))
     assert not replica.is_ready
     assert "answered something else: " in str(replica.error)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(b"\xff", "answered something else: "), (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE: the script says so")],
+)
+def test_a_replica_that_is_asked_for_its_pool_in_vain_stays_ready(
+    rig: Rig, logged: Callable[[], str], answer: bytes | grpc.StatusCode, words: str
+) -> None:
+    raw = RawReplica()
+    without_pool = prefill_pb2.GetFingerprintResponse(
+        fingerprint=encode_fingerprint(FINGERPRINT), instance_id=raw.instance_id, nixl_pool=prefill_pb2.NixlPool()
+    )
+    raw.answers = {"GetFingerprint": without_pool.SerializeToString()}
+    rig.connect(rig.bring_up(raw), timeouts=replace(FAST, pool_retry_s=0.05))
+    rig.decode.latest_replica(is_ready)
+    raw.answers = {"GetFingerprint": answer}
+    wait_until(lambda: words in logged())
+    raw.num_free_slots = 3
+    rig.decode.latest_replica(lambda replica: replica.num_free_slots == 3)
+    states = [report.replicas[0].is_ready for report in rig.decode.reports.all() if isinstance(report, ReplicasChanged)]
+    assert all(states[states.index(True) :])
 
 
 def test_a_call_accepted_with_another_fingerprint_ends_naming_the_field(rig: Rig) -> None:
