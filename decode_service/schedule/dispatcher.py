@@ -257,7 +257,6 @@ class PrefillDispatcher:
                     if (lease := self._reserve(need)) is None:
                         break
                     self._lives.enter(req, Phase.LOCAL_PREFILL, at_s=now_s, lease=lease)
-                    self._waiting.started(req)
                     req.found_cached(lease.num_cached)
                 case HandOver(need, candidates):
                     req.awaited = None
@@ -267,7 +266,6 @@ class PrefillDispatcher:
                         num_outstanding = self._landing.uncomputed_tokens()
                     replica = self._route(req, candidates, num_outstanding)
                     self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=replica)
-                    self._waiting.started(req)
                     by_replica.setdefault(replica, []).append(req)
         for replica, reqs in by_replica.items():
             for start in range(0, len(reqs), MAX_CALL_ROWS):

@@ -121,12 +121,15 @@ class Lives(Lifecycle[Request, Phase]):
     ) -> None:
         """Moves the request to `phase`, as `Lifecycle.enter` does.
 
-        `at_s` is when the phase begins, by the engine's clock; None means now. `replica`, `lost` and `was_retracted`
-        only go into the PhaseBegan event, which explains them.
+        With a `lease` it counts in its client's share, whose turn is then over. `at_s` is when the phase begins, by the
+        engine's clock; None means now. `replica`, `lost` and `was_retracted` only go into the PhaseBegan event, which
+        explains them.
         """
         at_s = self._clock() if at_s is None else at_s
         req.spend(RULES[req.phase].seconds, until_s=at_s)
         super().enter(req, phase, lease=lease)
+        if lease is not None:
+            self._waiting.started(req)
         for requests, is_one in ((self.holding, req.lease is not None), (self.bringing_kv, req.brings_kv)):
             if is_one:
                 requests[req] = None

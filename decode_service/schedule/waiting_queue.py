@@ -58,7 +58,7 @@ class WaitingQueue:
     def in_turn(self, now_s: float) -> Iterator[Request]:
         """Yields each waiting request once, in the order of handoff at `now_s`, a time of the engine's clock.
 
-        If the caller starts a yielded request, it calls `started` before it takes the next one. Else the request's
+        If a yielded request gets a row before the next one is taken, its client's turn is over (`started`). Else the
         client keeps its turn. But if that request waits for another one's KV, others have their turns before the
         tenant's next request. So many requests with one beginning hold up nobody else.
         """
