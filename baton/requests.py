@@ -52,7 +52,8 @@ JsonSchema = str | Mapping[str, Any] | type[SchemaModel]
 class UnparsedOptions(TypedDict, total=False):
     """All sampling options except `json_schema`, on which the type of a parsed answer depends.
 
-    If a key is absent or None, the server's default applies.
+    If a key is absent or None, the server's default applies. That of `shown_special_tokens` is the client's: what
+    `reasoning` and `json_schema` need.
     """
 
     temperature: float | None
@@ -87,7 +88,7 @@ class UnparsedOptions(TypedDict, total=False):
 
 
 class SamplingOptions(UnparsedOptions, total=False):
-    """The sampling options of `generate` and `complete`. If a key is absent or None, the server's default applies."""
+    """The sampling options of `generate` and `complete`, with the defaults of UnparsedOptions."""
 
     json_schema: JsonSchema | None
 

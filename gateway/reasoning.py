@@ -111,7 +111,7 @@ def limit_wish(field: str, max_tokens: int | None) -> ReasoningWish:
 
 
 def thinking_wish(thinking: Thinking | None) -> ReasoningWish:
-    """Returns the wish of the field `thinking`, in Anthropic's form."""
+    """Returns what Anthropic's field `thinking` wishes."""
     match thinking:
         case None:
             return limit_wish("thinking", None)

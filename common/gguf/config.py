@@ -483,7 +483,8 @@ def _longrope(
 
 
 def _llama3_rope(factors: np.ndarray, head_dim: int, theta: float, original: int | None) -> dict[str, Any]:
-    """Returns rope parameters of type llama3 with which transformers divides frequency i by `factors[i]`.
+    """Returns rope parameters with which transformers divides frequency i by `factors[i]`: of type llama3, or the
+    default if all factors are 1.
 
     llama.cpp stores the factors and not the parameters. So this function tries several parameters, and compares the
     frequencies that transformers computes from them. `original` is the original context length, if the file has it.

@@ -558,7 +558,7 @@ class KvPool:
         self._columns.use_until(rows, event, stream)
 
     def release(self, lease: RowLease) -> None:
-        """Gives up a row and its slots. They stay in quarantine until `reclaim` finds that no stream work uses them any
+        """Releases a row and its slots. They stay in quarantine until `reclaim` finds that no stream work uses them any
         more. A second call does nothing.
         """
         if not lease.is_held:

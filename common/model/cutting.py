@@ -94,7 +94,7 @@ class CutHead(nn.Module):
 
 
 def _in_layer(path: str) -> str:
-    """Returns the name of the decoder layer's child that is, or contains, the module `path`."""
+    """Returns the path of the decoder layer's child that is, or contains, the module `path`."""
     names = path.split(".")
     number = next((place for place, each in enumerate(names) if each.isdecimal()), None)
     if number is None:

@@ -90,8 +90,8 @@ class Followers(Protocol):
         """Lets these ranks map `memory` [N] uint8, which the open `file` holds from its start."""
 
     def give_up(self, error: BaseException) -> str:
-        """Ends these ranks, because this process failed in a forward, and they wait for it. Returns which rank failed
-        first, and how.
+        """Counts these ranks as lost, because this process failed in a forward that they wait for. Ranks on GPUs end
+        with this process, the others at once. Returns which rank failed first, and how.
         """
 
 

@@ -355,7 +355,7 @@ def have_answered(connections: Sequence[Connection], number: int, timeout_s: flo
 
 
 def write_error(errors: Tensor, text: str) -> None:
-    """Writes `text` into `errors` [N] uint8, a rank's place for it."""
+    """Writes `text`, cut to N - 1 bytes, into `errors` [N] uint8, a rank's place for it."""
     encoded = text.encode()[: errors.numel() - 1]
     errors[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 

@@ -24,7 +24,7 @@ class ToRanks(Protocol):
         """Sends a message to all. Raises MemberLost if a rank has ended."""
 
     def give_up(self, error: BaseException) -> str:
-        """Ends all ranks, because this one has failed. Returns which rank failed first, and how."""
+        """Counts all ranks as lost, because this one has failed. Returns which failed first, and how."""
 
 
 class PoolOfRanks(Protocol):

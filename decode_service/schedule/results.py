@@ -26,7 +26,7 @@ from decode_service.schedule.step import EndedStep, LaunchedStep, RowResults
 
 @dataclass(frozen=True, slots=True)
 class AheadMatcher:
-    """A copy of a request's matcher that has accepted the first `num_tokens` tokens of a step before the step's end."""
+    """A copy of a request's matcher that accepted the first `num_tokens` tokens of a step that had not ended."""
 
     matcher: Matcher
     num_tokens: int
