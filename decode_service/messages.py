@@ -179,6 +179,13 @@ class PhaseBegan:
 
 
 @dataclass(frozen=True, slots=True)
+class RowTaken:
+    """Reports that a waiting request got a row."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """New output tokens of several requests, as columns: `request_ids[i]` gets the next `num_tokens[i]` of `token_ids`.
 
@@ -286,5 +293,5 @@ class DegradedChanged:
     reason: str = ""
 
 
-RequestEvent = PhaseBegan | PromptScored | Tokens | Finished | Failed
+RequestEvent = PhaseBegan | RowTaken | PromptScored | Tokens | Finished | Failed
 Event = RequestEvent | StartHandoff | CancelHandoffRows | BreakCall | SegmentsLanded | DegradedChanged

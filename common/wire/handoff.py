@@ -15,15 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import RowFailure
+from common.grammar.grammar import TokenRules
 from common.kv.shared_kv import RemoteKv, SharedKv
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.telemetry.timeline import FLOW
 
 MAX_CALL_ROWS = 1024
+MAX_CALL_BYTES = 8 << 20
+"""The most bytes of a call's rows together, by `HandoffRow.most_bytes`, unless it has only one row."""
 MAX_ROW_TOKENS = 1 << 20
 MAX_CACHE_SALT_CHARS = 128
 MAX_CLIENT_CHARS = 256
+
+_MOST_OTHER_BYTES = 8 << 10  # ids, names of the client and the namespace, reasoning markers, numbers
 
 Payload = bytes | NDArray[np.uint8]
 WriteKv = Callable[[NDArray[np.uint8]], None]
@@ -76,6 +81,15 @@ class HandoffRow:
     cache_salt: str | None = None
     priority: int = 0
     client: str = ""
+
+    @property
+    def most_bytes(self) -> int:
+        """About the most bytes of the row's message: three for a token id, four for a character or a bias."""
+        sampling, rules = self.sampling, self.sampling.token_rules or TokenRules()
+        num_ids = len(self.token_ids) + len(sampling.stop_token_ids) + len(sampling.eos_token_ids)
+        num_ids += len(rules.allowed_ids) + sum(len(sequence) + 2 for sequence in rules.forbidden)
+        num_chars = 0 if sampling.grammar is None else len(sampling.grammar.text)
+        return 3 * num_ids + 7 * len(sampling.logit_bias) + 4 * num_chars + _MOST_OTHER_BYTES
 
     @property
     def num_held(self) -> int:

@@ -29,6 +29,7 @@ from decode_service.messages import (
     Finished,
     PhaseBegan,
     PromptScored,
+    RowTaken,
     SegmentsLanded,
     StartHandoff,
     Tokens,
@@ -137,10 +138,9 @@ class EventRouter:
         self._has_taken.set()
         for event in unread.take():
             match event:
-                case PhaseBegan() | PromptScored() | Tokens() | Finished() | Failed():
+                case PhaseBegan() | RowTaken() | PromptScored() | Tokens() | Finished() | Failed():
                     self._live_requests.dispatch(event)
                 case StartHandoff():
-                    self._live_requests.handed_off([row.request_id for row in event.rows])
                     self._replicas.on_start(event)
                     self._transport.start(event)
                 case CancelHandoffRows():

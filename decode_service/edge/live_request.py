@@ -50,7 +50,7 @@ class LiveRequest:
     trace: RequestTrace = UNTRACED
     last_token_at_s: float | None = None  # kept for measurements
     due_s: float = math.inf  # when it is due (see common/priority.py), from its admission on
-    is_handed_off: bool = False  # it has had a row for a handoff
+    has_had_row: bool = False
     is_done_in_engine: bool = False  # the engine has posted its last event about it
     held_bytes: int = 0  # taken from the budget for prompts' log-probabilities
     _output: OutputProcessor | None = None
@@ -77,8 +77,12 @@ class LiveRequest:
     @property
     def is_waiting(self) -> bool:
         """Whether the engine has the request, and it has had no row and no output yet."""
-        has_begun = self.is_handed_off or self.num_output_tokens > 0
+        has_begun = self.has_had_row or self.num_output_tokens > 0
         return self.is_submitted and not has_begun and self._ending is None
+
+    def take_row(self) -> None:
+        """Notes that the request has got a row. It keeps its place from now on."""
+        self.has_had_row = True
 
     @property
     def ending(self) -> Ending | BatonError | None:

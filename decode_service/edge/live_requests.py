@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from decode_service.messages import (
     PhaseBegan,
     PromptScored,
     RequestEvent,
+    RowTaken,
     Submit,
     Tokens,
 )
@@ -54,9 +55,6 @@ class AllLiveRequests(Protocol):
 
     def dispatch(self, event: RequestEvent) -> None:
         """Applies one engine event. Events come in order; those of released requests are dropped."""
-
-    def handed_off(self, engine_ids: Collection[str]) -> None:
-        """Notes that requests have had rows. They keep their places from now on."""
 
     def fail_all(self, error: BatonError) -> None:
         """Ends every live stream with `error`."""
@@ -162,11 +160,6 @@ class LiveRequests(AllLiveRequests):
         last.fail(Overloaded(message, retry_after_s=retry_after_s))
         return self._places.hand_over(holder, client)
 
-    def handed_off(self, engine_ids: Collection[str]) -> None:
-        for engine_id in engine_ids:
-            if (live := self._by_engine_id.get(engine_id)) is not None:
-                live.is_handed_off = True
-
     def submit(
         self,
         live: LiveRequest,
@@ -245,6 +238,8 @@ class LiveRequests(AllLiveRequests):
                 self._apply(event.request_id, lambda live: live.add_prompt_logprobs(event.logprobs))
             case PhaseBegan():
                 self._apply(event.request_id, lambda live: live.trace.on_phase(event))
+            case RowTaken():
+                self._apply(event.request_id, lambda live: live.take_row())
             case Finished():
                 self._apply(event.request_id, lambda live: live.finish(event))
             case Failed():

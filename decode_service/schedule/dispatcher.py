@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from common.errors import BatonError, EngineFault, PrefillUnavailable
 from common.kv.pool import KvPool, RowLease
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.wire.handoff import MAX_CALL_ROWS, Frame, HandoffRow
+from common.wire.handoff import MAX_CALL_BYTES, MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.messages import (
     BreakCall,
     DegradedChanged,
@@ -69,10 +69,11 @@ class PrefillDispatcher:
 
     `post` takes events for the edge; `fail` ends a request with an error. A request fails after `max_handoff_attempts`
     consecutive lost handoffs. It also fails when for `prefill_timeout_s` no replica was ready, all were too small for
-    its tokens, or all refused it; waiting for slots or for KV does not count. It fails at once if it is too long for
-    all replicas, all are ready, and no larger one may come; or if all have a different fingerprint, and no others may
-    come. A refused request is retried after at most `prefill_timeout_s`, even if the replica asks for a longer wait. If
-    a request was refused or waits for KV, no request after it in turn gets the row and slots that it will need.
+    its tokens, or all refused it; waiting for slots or for KV, and time at a replica, do not count. It fails at once if
+    it is too long for all replicas, all are ready, and no larger one may come; or if all have a different fingerprint,
+    and no others may come. A refused request is retried after at most `prefill_timeout_s`, even if the replica asks for
+    a longer wait. If a request was refused or waits for KV, no request after it in turn gets the row and slots that it
+    will need.
 
     After `hand_off`, `short` has the needs of requests for which others may give way. First comes the first in turn
     that lacks a row or slots; no request after it was started. Then comes the next request of each client with several
@@ -104,7 +105,9 @@ class PrefillDispatcher:
         self._shares = waiting.shares
         self._lives = lives
         self._replicas = replicas
-        self._policy = HandoffPolicy(config, pool=pool, local=local, replicas=replicas, bringing_kv=lives.bringing_kv)
+        self._policy = HandoffPolicy(
+            config, pool=pool, local=local, replicas=replicas, level=waiting.level, bringing_kv=lives.bringing_kv
+        )
         self._is_degraded = False
         self._last_look = _Look()
         self.short: list[RowNeed] = []
@@ -239,7 +242,7 @@ class PrefillDispatcher:
         """Starts waiting requests in turn until one lacks a row or slots, or none can start. Returns the rows and slots
         spared.
 
-        Each replica gets one call, or several if it gets more than MAX_CALL_ROWS rows.
+        Each replica gets one call, or several if its rows are more than one call may have.
         """
         by_replica: dict[str, list[Request]] = {}
         spared = Spared()
@@ -268,8 +271,7 @@ class PrefillDispatcher:
                     self._lives.enter(req, Phase.PREFILL, at_s=now_s, lease=lease, replica=replica)
                     by_replica.setdefault(replica, []).append(req)
         for replica, reqs in by_replica.items():
-            for start in range(0, len(reqs), MAX_CALL_ROWS):
-                self._start_call(replica, reqs[start : start + MAX_CALL_ROWS], now_s)
+            self._start_calls(replica, reqs, now_s)
         return spared
 
     def _reserve(self, need: RowNeed) -> RowLease | None:
@@ -332,30 +334,41 @@ class PrefillDispatcher:
             for name, group in self._pool.groups.items()
         )
 
-    def _start_call(self, replica: str, reqs: list[Request], now_s: float) -> None:
-        call_id = f"call-{next(self._call_numbers)}"
-        rows = []
+    def _start_calls(self, replica: str, reqs: Sequence[Request], now_s: float) -> None:
+        """Asks the replica for the rows of these requests, in calls of at most MAX_CALL_ROWS and MAX_CALL_BYTES."""
+        calls: list[list[HandoffRow]] = []
+        num_bytes = 0
         for req in reqs:
-            assert req.lease is not None
-            rows.append(
-                HandoffRow(
-                    request_id=req.request_id,
-                    attempt=req.num_attempts,
-                    token_ids=tuple(req.token_ids),
-                    prompt_len=req.prompt_len,
-                    sampling=req.attempt_sampling,
-                    choice_index=req.choice_index,
-                    time_left_ms=_time_left_ms(req.deadline_s - now_s),
-                    traceparent=req.traceparent,
-                    num_held_tokens=tuple((name, req.num_unsent(name)) for name in sorted(self._pool.groups)),
-                    cache_salt=req.namespace,
-                    priority=self._waiting.level(req, now_s),
-                    client=f"{req.client} / {req.tenant}" if req.tenant else req.client,
-                )
-            )
-            req.num_attempts += 1
-        self._landing.open(call_id, replica, reqs)
-        self._post(StartHandoff(call_id, replica, tuple(rows)))
+            row = self._next_row(req, now_s)
+            num_bytes += row.most_bytes
+            if not calls or len(calls[-1]) == MAX_CALL_ROWS or num_bytes > MAX_CALL_BYTES:
+                calls.append([])
+                num_bytes = row.most_bytes
+            calls[-1].append(row)
+        start = 0
+        for rows in calls:
+            call_id = f"call-{next(self._call_numbers)}"
+            self._landing.open(call_id, replica, reqs[start : start + len(rows)])
+            self._post(StartHandoff(call_id, replica, tuple(rows)))
+            start += len(rows)
+
+    def _next_row(self, req: Request, now_s: float) -> HandoffRow:
+        """Returns what the next attempt to hand the request over asks for, and counts that attempt."""
+        attempt, req.num_attempts = req.num_attempts, req.num_attempts + 1
+        return HandoffRow(
+            request_id=req.request_id,
+            attempt=attempt,
+            token_ids=tuple(req.token_ids),
+            prompt_len=req.prompt_len,
+            sampling=req.attempt_sampling,
+            choice_index=req.choice_index,
+            time_left_ms=_time_left_ms(req.deadline_s - now_s),
+            traceparent=req.traceparent,
+            num_held_tokens=tuple((name, req.num_unsent(name)) for name in sorted(self._pool.groups)),
+            cache_salt=req.namespace,
+            priority=self._waiting.level(req, now_s),
+            client=f"{req.client} / {req.tenant}" if req.tenant else req.client,
+        )
 
     def _excuse_waiting(self, now_s: float) -> None:
         """Extends the waiting limit of refused requests by the time for which they did not wait for a replica."""

@@ -7,7 +7,7 @@ about the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.errors import BatonError, ContextExceeded
@@ -103,7 +103,8 @@ class Failure:
 class HandoffPolicy:
     """Decides what to do with waiting requests, from the state of the pool, the local prefill and the replicas.
 
-    A request waits while much of its KV is on its way for another one, of `bringing_kv`. Then it gets a row that shares
+    A request waits while much of its KV is on its way for another one, of `bringing_kv`, unless that one may have to
+    wait longer: its `level` is worse, or its replica is no longer ready. Then it gets a row that shares
     that KV, and asks for the rest. If at most `local_prefill_tokens` are left to compute of a request and of the short
     prompts that `local` has already, it is handed to no replica: `local` computes it. Unless that number is 0, `local`
     also computes longer requests, one at a time, if every replica would have to compute much more.
@@ -122,12 +123,14 @@ class HandoffPolicy:
         pool: KvPool,
         local: LocalPrefill,
         replicas: ReplicaSet,
+        level: Callable[[Request, float], int],
         bringing_kv: Iterable[Request],
     ) -> None:
         self._config = config
         self._pool = pool
         self._local = local
         self._replicas = replicas
+        self._level = level
         self._bringing_kv = bringing_kv
 
     # ---- starting -------------------------------------------------------------------------------------------------
@@ -137,8 +140,8 @@ class HandoffPolicy:
         num_tokens = len(req.token_ids)
         if req.not_before_s > now_s:
             return Later(num_tokens, req.awaited)
-        if req.awaited is not None and not req.awaited.is_over:
-            return Later(num_tokens - req.awaited.num_tokens, req.awaited)
+        if (awaited := req.awaited) is not None and not awaited.is_over and self._is_soon(awaited.source, req, now_s):
+            return Later(num_tokens - awaited.num_tokens, awaited)
         candidates: Sequence[Replica] = ()
         if not (stays_home := self.stays_home(req, now_s)):
             candidates = self._replicas.candidates(avoid=req.avoid_replica, num_tokens=num_tokens)
@@ -146,11 +149,20 @@ class HandoffPolicy:
                 return NoReplica(is_for_all=not self._may_start_later(now_s))
         if self._pool.num_free_rows:
             is_received = req.needs_kv and not stays_home
-            awaited = awaited_kv(self._pool, req.usable_key, self._bringing_kv, is_received=is_received)
+            sources = (each for each in self._bringing_kv if self._is_soon(each, req, now_s))
+            awaited = awaited_kv(self._pool, req.usable_key, sources, is_received=is_received)
             if awaited is not None:
                 return Later(num_tokens - awaited.num_tokens, awaited)
         need = self.need_of(req, spared, stays_home=stays_home)
         return ComputeHere(need) if stays_home else HandOver(need, candidates)
+
+    def _is_soon(self, source: Request, req: Request, now_s: float) -> bool:
+        """Returns whether the KV of `source` comes no later than `req` would get its own: it is computed here, or by a
+        replica that is still ready and serves `req` no earlier.
+        """
+        if not source.replica:
+            return True
+        return self._replicas.is_ready(source.replica) and self._level(source, now_s) <= self._level(req, now_s)
 
     def need_of(self, req: Request, spared: Spared, *, stays_home: bool) -> RowNeed:
         """Returns the row and slots that `req` needs. `stays_home` means that this service computes the prompt."""
@@ -238,7 +250,8 @@ class HandoffPolicy:
             return True
         if not lost.is_refusal:
             return lost.req.num_failures >= self._config.max_handoff_attempts
-        return self.degraded_from_s == math.inf and self._refusal_limit_s(lost.req, now_s) <= now_s
+        # From `since_s` on a replica had the row, which does not count.
+        return self.degraded_from_s == math.inf and self._refusal_limit_s(lost.req, now_s) <= lost.req.since_s
 
     def _refusal_limit_s(self, req: Request, now_s: float) -> float:
         """Returns the time `prefill_timeout_s` after the request's first refusal; without a refusal, after `now_s`."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from common.engine import Lifecycle, PhaseRule, Place
 from common.kv.pool import KvPool, LeaseState, RowLease
 from common.priority import Ageing
-from decode_service.messages import CancelHandoffRows, Event, Phase, PhaseBegan, Submit
+from decode_service.messages import CancelHandoffRows, Event, Phase, PhaseBegan, RowTaken, Submit
 from decode_service.schedule.landing import LandingZone
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
@@ -122,14 +122,18 @@ class Lives(Lifecycle[Request, Phase]):
         """Moves the request to `phase`, as `Lifecycle.enter` does.
 
         With a `lease` it counts in its client's share, whose turn is then over. `at_s` is when the phase begins, by the
-        engine's clock; None means now. `replica`, `lost` and `was_retracted` only go into the PhaseBegan event, which
+        engine's clock; None means now. `lost` and `was_retracted` only go into the PhaseBegan event, which
         explains them.
         """
         at_s = self._clock() if at_s is None else at_s
+        if req.refused_since_s is not None and RULES[req.phase].place is not Place.WAITING:  # a replica had its row
+            req.refused_since_s += at_s - max(req.since_s, req.refused_since_s)
         req.spend(RULES[req.phase].seconds, until_s=at_s)
         super().enter(req, phase, lease=lease)
         if lease is not None:
+            req.replica = replica
             self._waiting.started(req)
+            self._post(RowTaken(req.request_id))
         for requests, is_one in ((self.holding, req.lease is not None), (self.bringing_kv, req.brings_kv)):
             if is_one:
                 requests[req] = None

@@ -200,6 +200,9 @@ class ReplicaSet:
             known.update(replica, num_outstanding=num_outstanding)
         return known
 
+    def is_ready(self, address: str) -> bool:
+        return any(replica.is_ready for replica in self._replicas if replica.address == address)
+
     def candidates(self, *, avoid: str, num_tokens: int) -> Sequence[Replica]:
         """Returns the ready replicas that take rows of `num_tokens` tokens.
 

@@ -119,7 +119,8 @@ class Request:
     has none, counts too. `is_scored` is True until a request that asks for log-probabilities of its prompt has all of
     them.
 
-    `num_uncomputed_tokens` counts the tokens that the replica of the last handoff was expected to compute. `awaited` is
+    `replica` is the address at which its prompt is computed, "" if that is here; `num_uncomputed_tokens` counts the
+    tokens that the replica of the last handoff was expected to compute. `awaited` is
     KV of its first tokens that is on its way for another request, and for which this one waits in the queue. If the
     output is constrained, `matcher` has accepted all output so far. `withheld` maps drafts of the last step with masks
     to the failure of the matcher's copy that followed them: no token was allowed after these drafts.
@@ -153,6 +154,7 @@ class Request:
     num_scored: int = 1
     began_cached: bool = False
     awaited: AwaitedKv[Request] | None = None
+    replica: str = ""
     avoid_replica: str = ""
     num_uncomputed_tokens: int = 0
     not_before_s: float = 0.0

@@ -82,7 +82,7 @@ class Retraction:
         level = self._level(req, now_s)
         others = [
             each
-            for each in (*running.reqs, *self._lives.bringing_kv)
+            for each in dict.fromkeys((*running.reqs, *self._lives.bringing_kv))  # both: lost, and handed over again
             if each.lease is not None
             and each.sharer != req.sharer
             and (is_first or each.client == req.client)

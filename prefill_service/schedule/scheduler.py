@@ -260,14 +260,13 @@ class PrefillEngine:
         assert command.call_id not in self._calls, "call ids are new"
         self._sender.open_call(command.call_id, shares_memory=command.shares_memory)
         prompts = self._calls[command.call_id] = {}
-        calls = {command.call_id: None}  # calls that may be over; ended after the loop, as this one's rows still come
+        calls = {command.call_id: None}  # calls that may be over
         for index, row in enumerate(command.rows):
             is_traced = index in command.traced_rows
             arrived_s = self._clock()
             due_s = self._config.ageing.due_s(row.priority, arrived_s)
             prompt = Prompt(command.call_id, index, row, arrived_s, due_s, min(row.priority, 0), is_traced)
             prompts[index] = prompt
-            num_queued = len(self._lives.at(Place.WAITING))
             self._lives.admit(prompt)
             if self._is_draining:
                 self._fail(prompt, RowFailure.DRAINING, "the replica is stopping", retryable=True)
@@ -276,16 +275,17 @@ class PrefillEngine:
                 self._fail(prompt, RowFailure.CAPACITY, message, retryable=True)
             else:
                 prompt.num_kept_tokens = self.pool.num_cached(prompt.usable_key)
-                if num_queued >= self._config.max_queued_rows:
-                    calls[self._shed_last()] = None
+        for prompt in self._excess():
+            self._fail(prompt, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
+            calls[prompt.call_id] = None
         for call_id in calls:
             self._end_call_if_done(call_id)
 
-    def _shed_last(self) -> str:
-        """Refuses the queued prompt that is last in turn, maybe the one that has just come. Returns its call's id."""
-        *_, last = self._lives.in_turn(Place.WAITING, self._clock())
-        self._fail(last, RowFailure.CAPACITY, "too many rows are queued", retryable=True)
-        return last.call_id
+    def _excess(self) -> Sequence[Prompt]:
+        """Returns the queued prompts that are last in turn, as many as are too many."""
+        if len(self._lives.at(Place.WAITING)) <= (most := self._config.max_queued_rows):
+            return ()
+        return list(self._lives.in_turn(Place.WAITING, self._clock()))[most:]
 
     # ---- computing ----------------------------------------------------------------------------------------------
 

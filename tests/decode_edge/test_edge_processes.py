@@ -46,7 +46,7 @@ from decode_service.edge.processes.messages import Events
 from decode_service.edge.processes.silence import Silence
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
-from decode_service.messages import Abort, Finished, FinishReason, Replica, ReplicasChanged, Submit, Tokens
+from decode_service.messages import Abort, Finished, FinishReason, Replica, ReplicasChanged, RowTaken, Submit, Tokens
 from tests.decode_edge.children import children_running
 from tests.decode_edge.edge_under_test import error_of, events_of, ids_in
 from tests.decode_edge.fake_engine import FakeEngine
@@ -374,7 +374,7 @@ async def requests_that_have_had_rows_keep_their_places(service: Running) -> Non
     for i in range(MAX_LIVE):
         calls.append(service.generate(request_id=f"place{i}", priority=3))
         submits.append(await service.submitted(f"place{i}"))
-    service.edges.handed_off([submit.request_id for submit in submits[1:]])
+    service.router.deliver([RowTaken(submit.request_id) for submit in submits[1:]])
     service.router.deliver([Tokens((submits[1].request_id,), (1,), (70,))])
     while not (await calls[1].read()).delta.token_ids:  # the edge was told that before
         pass

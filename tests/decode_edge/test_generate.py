@@ -11,14 +11,13 @@ import pytest
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from common.errors import PrefillUnavailable
 from common.rpc.bearer_tokens import authorization
-from common.sampling.params import ResolvedSampling, TokenLogprobs
+from common.sampling.params import TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.telemetry.stats import Timings
 from common.text.tokenizer import TextTokenizer
-from common.wire.handoff import HandoffRow
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.text.output import OutputProcessor
-from decode_service.messages import Abort, Failed, Finished, FinishReason, PromptScored, StartHandoff, Submit, Tokens
+from decode_service.messages import Abort, Failed, Finished, FinishReason, PromptScored, RowTaken, Submit, Tokens
 from tests.decode_edge.edge_under_test import (
     MAX_LIVE,
     AloneContext,
@@ -540,9 +539,7 @@ async def test_a_full_service_sheds_what_it_would_serve_last(edge: Edge) -> None
     calls = [edge.generate(request_id=f"{priority} {what}", priority=priority) for priority, what in asked]
     submitted = {(await edge.engine.submitted(num)).request_id: num for num in range(1, 1 + MAX_LIVE)}
     row_id = next(engine_id for engine_id in submitted if engine_id.startswith("5 row"))
-    edge.deliver(
-        StartHandoff("call", "replica", (HandoffRow(row_id, 0, (1, 2, 3), 3, ResolvedSampling(seed=1, max_tokens=9)),))
-    )
+    edge.deliver(RowTaken(row_id))
     better = [edge.generate(priority=1)]
     shed.append(await edge.engine.aborted(1))
     better.append(edge.generate(priority=0))

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ContextExceeded, InvalidRequest, PrefillUnavailable, RowFailure
 from common.sampling.params import ResolvedSampling
-from common.wire.handoff import PrebuiltBatch, RowFailed
+from common.wire.handoff import HandoffRow, PrebuiltBatch, RowFailed
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
 from decode_service.schedule import dispatcher
 from tests.engine.harness import Clock, ScriptedEngine, places
@@ -24,6 +24,43 @@ def test_more_rows_than_a_call_may_have_are_asked_for_in_several(monkeypatch: py
     assert [calls.count(call) for call in dict.fromkeys(calls)] == [2, 2, 1]
     engine.run()
     assert [outcome.token_ids for outcome in outcomes] == [outcome.expected for outcome in outcomes]
+
+
+def test_rows_of_more_bytes_than_a_call_may_have_are_asked_for_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(max_rows=8, max_kv_tokens=512)
+    for number, name in enumerate("abcde", 1):
+        engine.submit(name, [number] * 30, 3)
+    row = HandoffRow("a", 0, (1,) * 30, 30, ResolvedSampling(seed=0, max_tokens=3))
+    monkeypatch.setattr(dispatcher, "MAX_CALL_BYTES", 2 * row.most_bytes)
+    engine.submit("large", [6] * 40, 3)
+    engine.step()
+    calls = [engine.handoffs[name].call_id for name in (*"abcde", "large")]
+    assert [calls.count(call) for call in dict.fromkeys(calls)] == [2, 2, 1, 1]
+    engine.run()
+    assert all(outcome.token_ids == outcome.expected for outcome in engine.outcomes.values())
+
+
+def test_time_at_a_replica_does_not_count_as_refused() -> None:
+    clock = Clock()
+    engine = ScriptedEngine(clock=clock)
+    outcome = engine.submit("a", SHORT, 3)
+
+    def refused_after(seconds: float) -> None:
+        engine.step()
+        clock.now_s += seconds
+        engine.refuse("a", RowFailure.CAPACITY)
+        engine.step()
+        clock.now_s += 0.25
+
+    for seconds in (0.0, 12.0, 7.0):  # it waits in the replica's queue, and is then refused
+        refused_after(seconds)
+        assert outcome.error is None
+    waited_s = 0.75
+    while outcome.error is None:
+        refused_after(0.0)
+        waited_s += 0.25
+    assert isinstance(outcome.error, PrefillUnavailable)
+    assert 9.5 <= waited_s <= 10.5, "it fails when it was refused for ten seconds"
 
 
 SMALL, LARGE = Replica("small", True, max_context_tokens=8), Replica("large", True, 5, max_context_tokens=40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -74,7 +74,12 @@ def policy(
     )
     local = SimpleNamespace(num_short_left=num_short_left, has_long=has_long)
     return HandoffPolicy(
-        config, pool=cast(KvPool, pool), local=cast(LocalPrefill, local), replicas=known, bringing_kv=bringing_kv
+        config,
+        pool=cast(KvPool, pool),
+        local=cast(LocalPrefill, local),
+        replicas=known,
+        level=lambda req, now_s: req.priority,
+        bringing_kv=bringing_kv,
     )
 
 
@@ -93,6 +98,7 @@ def kind_of(decision: Decision) -> str:
 class _OnItsWay:
     is_over = False
     num_tokens = 12
+    source = SimpleNamespace(replica="")
 
 
 @pytest.mark.parametrize(
@@ -149,14 +155,34 @@ def test_what_is_needed_leaves_room_for_those_who_wait() -> None:
 
 def test_a_request_waits_for_kv_that_another_one_brings() -> None:
     """Another prompt with the same beginning is on its way: 12 of the 20 tokens need not be computed twice."""
-    source = SimpleNamespace(
-        cache_key=CacheKey(np.arange(PROMPT_LEN), ""), num_kept_tokens=0, brings_kv=True, brings_it_in_chunks=True
-    )
     for num_free_rows, decision in ((4, "later"), (0, "there")):  # without a free row there is nothing to wait for
-        rule = policy(num_free_rows=num_free_rows, num_common=12, bringing_kv=[source])
+        rule = policy(num_free_rows=num_free_rows, num_common=12, bringing_kv=[source()])
         decided = rule.decide(waiting(), Spared(), NOW_S)
         assert kind_of(decided) == decision
         assert not isinstance(decided, Later) or decided.num_tokens == PROMPT_LEN - 12
+
+
+def source(**state: Any) -> Any:
+    """Returns a request that brings KV, with these fields."""
+    key = CacheKey(np.arange(PROMPT_LEN), "")
+    fields = {"cache_key": key, "num_kept_tokens": 0, "brings_kv": True, "brings_it_in_chunks": True, "priority": 0}
+    return SimpleNamespace(**{**fields, "replica": "", **state})
+
+
+@pytest.mark.parametrize(
+    ("state", "decision"),
+    [
+        ({"replica": "a"}, "later"),
+        ({"replica": "a", "priority": 1}, "there"),  # the replica computes it later than it would this one
+        ({"priority": 1}, "later"),  # prompts that are computed here take turns
+        ({"replica": "gone"}, "there"),
+    ],
+)
+def test_a_request_does_not_wait_for_kv_that_may_come_later_than_its_own(state: dict[str, Any], decision: str) -> None:
+    rule = policy(SHORT, READY, replace(GONE, address="gone"), num_common=12, bringing_kv=[source(**state)])
+    assert kind_of(rule.decide(waiting(), Spared(), NOW_S)) == decision
+    awaited = AwaitedKv(source(**state), num_tokens=12)
+    assert kind_of(rule.decide(waiting(awaited=awaited), Spared(), NOW_S)) == decision
 
 
 def test_what_a_row_needs() -> None:

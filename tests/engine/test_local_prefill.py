@@ -17,7 +17,7 @@ from common.kv.pool import KvPool
 from common.prompts.chunk_batch import ChunkBatch
 from common.prompts.worker import LaunchedChunks, PromptWorker
 from common.sampling.state import SamplingState
-from decode_service.messages import CallEnded, DegradedChanged, Phase, Replica, ReplicasChanged
+from decode_service.messages import CallEnded, DegradedChanged, Phase, Replica, ReplicasChanged, RowTaken
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.request import Request
 from tests.engine.checks import breaking, broken_by, holding
@@ -190,6 +190,14 @@ def check_a_chunk_in_flight_holds_its_row() -> None:
     assert scripted.engine.lives.requests["hungry"].phase is Phase.QUEUE, "a row was reused under a chunk"
     scripted.run()
     assert_right(runner, hungry)
+
+
+def test_the_edge_is_told_of_the_row_of_a_prompt_that_is_computed_here() -> None:
+    scripted = ScriptedEngine(max_rows=1, local_prefill_tokens=LIMIT)
+    scripted.submit("first", [1, 2], 3)
+    scripted.submit("waits", [1, 2], 3)
+    assert [event for event in scripted.step() if isinstance(event, RowTaken)] == [RowTaken("first")]
+    scripted.run()
 
 
 def resets_that_fail(num_times: int) -> AbstractContextManager[object]:

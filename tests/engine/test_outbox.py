@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.device.stream import Event as DeviceEvent
-from decode_service.messages import Event, Finished, StartHandoff, Tokens
+from decode_service.messages import Event, Finished, RowTaken, StartHandoff, Tokens
 from decode_service.schedule.dispatcher import PrefillDispatcher
 from decode_service.schedule.step import LaunchedStep, SealedStep
 from decode_service.speculate.spec_info import SpecInfo
@@ -38,7 +38,7 @@ def test_a_handoff_does_not_wait_for_the_forward_in_flight(spec_info: SpecInfo |
     scripted.device.on_synchronize = note_and_run
     scripted.submit("second", [8, 9], 4)
     scripted.step()
-    assert [type(event) for event in heard_at_waits[0]] == [StartHandoff]
+    assert [type(event) for event in heard_at_waits[0]] == [RowTaken, StartHandoff]
 
 
 @pytest.mark.parametrize(

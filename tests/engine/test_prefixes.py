@@ -19,7 +19,7 @@ from common.wire.handoff import RowFailed
 from decode_service.messages import CallEnded, FrameArrived, Phase, Replica, ReplicasChanged
 from decode_service.speculate.spec_info import SpecInfo
 from tests.engine.checks import breaking, broken_by, holding
-from tests.engine.harness import REPLICA, Clock, Damage, Outcome, ScriptedEngine, assert_right
+from tests.engine.harness import REPLICA, Clock, Damage, Outcome, ScriptedEngine, assert_right, places
 from tests.engine.mutants import prefixes, rows
 from tests.engine.speculating import CHAIN, NOTHING, SEED, TREE, ScriptedDepth, a_step_that_tells
 from tests.engine.tag_head import DRAFT
@@ -382,6 +382,22 @@ def test_those_that_wait_for_kv_take_no_turn_of_another_client() -> None:
     scripted.step()
     assert list(scripted.handoffs) == ["a", "0", "1"]
     scripted.run()
+
+
+def test_kv_that_may_come_later_than_a_requests_own_is_not_waited_for() -> None:
+    """A request of a better priority does not wait for that of a worse one, and nobody for a replica that has left."""
+    scripted = ScriptedEngine(clock=lambda: 0.0)
+    scripted.submit("worse", WAITING, 5, cache_salt=SALT, priority=5)
+    scripted.step()
+    scripted.submit("better", WAITING, 5, cache_salt=SALT)
+    scripted.submit("as bad", WAITING, 5, cache_salt=SALT, priority=5)
+    scripted.step()
+    assert waiting(scripted) == ["as bad"]
+    left = Replica(REPLICA, False, error=PrefillUnavailable("it does not answer"))
+    scripted.post(ReplicasChanged((left, Replica("another", True))))
+    assert places(scripted.step()) == {"as bad": "another"}
+    scripted.run()
+    assert_right(*scripted.outcomes.values())
 
 
 @broken_by(prefixes.sources_are_waited_for_for_ever, "took its place")

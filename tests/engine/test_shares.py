@@ -6,10 +6,15 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from common.sampling.params import ResolvedSampling
+from decode_service.messages import Submit
+from decode_service.schedule.handoff_policy import RowNeed
+from decode_service.schedule.request import Request
+from decode_service.schedule.retraction import Retraction
 from decode_service.schedule.waiting_queue import HORIZON_S, OTHERS, Shares
 from tests.engine.harness import Outcome, ScriptedEngine, assert_right
 
@@ -94,6 +99,28 @@ class Contest:
 
     def _tokens(self) -> Counter[str]:
         return Counter({client: sum(len(each.token_ids) for each in every) for client, every in self._all.items()})
+
+
+def test_a_request_that_gives_way_counts_once() -> None:
+    """It lost its row in the last step, whose batch still lists it, and was handed over again at once. What it holds is
+    not enough for the newcomer.
+    """
+    submits = [Submit(name, (1,), 1, ResolvedSampling(seed=0, max_tokens=9), client=name) for name in ("greedy", "new")]
+    req, new = (Request.of(submit, arrival=number, now_s=0.0) for number, submit in enumerate(submits))
+    req.lease = cast(Any, SimpleNamespace(num_tokens=8))
+    free = SimpleNamespace(gives_way=lambda *_: True, standing=lambda _: 0.0, gives=lambda *_: None)
+    retraction = Retraction(
+        pool=cast(Any, SimpleNamespace(num_cached=lambda *_, **__: 0, has_room=lambda *_, leaving, **__: leaving[1:])),
+        rows=cast(Any, None),
+        lives=cast(Any, SimpleNamespace(bringing_kv={req: None})),
+        shares=cast(Any, SimpleNamespace(copy=lambda: free)),
+        level=lambda *_: 0,
+        reclaim_after_s=1.0,
+        clock=lambda: 10.0,
+    )
+    need = RowNeed(new, 16, None, is_received=True, num_spared_rows=0, num_spared=0)
+    retraction.make_way(cast(Any, SimpleNamespace(reqs=[req])), [need])
+    assert retraction.num_retractions == 0
 
 
 # ---- a newcomer's wait -----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.engine import Place
 from common.errors import RowFailure
 from common.grammar.grammar import TokenRules
 from common.grammar.matcher import TokenRulesMatcher
@@ -17,6 +18,7 @@ from common.priority import Ageing
 from common.sampling.params import ResolvedSampling
 from common.wire.handoff import HandoffRow, PrebuiltBatch, RowFailed
 from prefill_service.messages import CancelCallRows, FailRow, GiveMatcher, OpenCall
+from prefill_service.prompt import Prompt, PromptLives
 from tests.support.engines import PrefillHalf, handoff_rows
 from tests.support.models import VOCAB_SIZE
 from tests.support.scripted_device import ScriptedDevice
@@ -147,6 +149,24 @@ def test_a_call_of_several_rows_ends_when_a_full_queue_refuses_them(tiny_target:
     assert refused == ["two", "two"]
     prompts.num_opened -= 2
     assert prompts.order() == ["first", "queued"]
+
+
+def test_a_full_queue_is_put_in_order_once_for_all_rows_of_a_call(
+    tiny_target: Callable[[str], TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = Prompts(tiny_target("llama"), max_rows=1, max_queued_rows=1)
+    prompts.open("first", priority=0)
+    in_turn = PromptLives.in_turn
+    num_orders: list[int] = []
+
+    def counted(self: PromptLives, place: Place, now_s: float) -> dict[Prompt, int]:
+        num_orders.append(len(self.at(place)))
+        return in_turn(self, place, now_s)
+
+    monkeypatch.setattr(PromptLives, "in_turn", counted)
+    prompts.open("many", priority=0, num_rows=9)
+    assert len(prompts.half.failures) == 8
+    assert sum(num > 1 for num in num_orders) == 1
 
 
 def test_a_prompt_that_brings_kv_for_a_better_one_is_computed_as_early(

@@ -530,9 +530,7 @@ class InProcessPair:
             case _:
                 self._deliver(event)
 
-    def _deliver(
-        self, event: decode.PhaseBegan | decode.PromptScored | decode.Tokens | decode.Finished | decode.Failed
-    ) -> None:
+    def _deliver(self, event: decode.RequestEvent) -> None:
         if not isinstance(event, decode.Tokens):
             assert event.request_id not in self._aborted, f"an event after the abort: {event}"
         match event:

@@ -6,17 +6,47 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from baton.v1 import prefill_pb2
 from common.errors import RowFailure
+from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.rpc.messages import ProtocolError
 from common.sampling.params import ResolvedSampling
 from common.wire.codec_commands import PrefillBatch, decode_command, encode_row
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.framing import seal
-from common.wire.handoff import RowFailed
-from tests.wire.strategies import PLAIN
+from common.wire.handoff import HandoffRow, RowFailed
+from tests.wire.strategies import PLAIN, handoff_rows
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
+
+LARGE_IDS = tuple(range((1 << 21) - 3_000, 1 << 21))
+
+
+@given(handoff_rows())
+def test_a_row_has_no_more_bytes_than_it_says(row: HandoffRow) -> None:
+    assert encode_row(row).ByteSize() <= row.most_bytes
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        replace(PLAIN_ROW, token_ids=LARGE_IDS),
+        *(
+            replace(PLAIN_ROW, sampling=replace(PLAIN_ROW.sampling, **options))  # type: ignore[arg-type]
+            for options in (
+                {"logit_bias": tuple((each, 1.0) for each in LARGE_IDS)},
+                {"token_rules": TokenRules(allowed_ids=LARGE_IDS)},
+                {"token_rules": TokenRules(forbidden=tuple((each, each) for each in LARGE_IDS))},
+                {"grammar": Grammar(GrammarKind.REGEX, "\U0001f600" * 3_000)},
+            )
+        ),
+    ],
+)
+def test_a_large_row_has_about_as_many_bytes_as_it_says(row: HandoffRow) -> None:
+    num_bytes = encode_row(row).ByteSize()
+    assert num_bytes <= row.most_bytes < num_bytes + (16 << 10)
+
 
 ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
     "request_id": lambda row: row.ClearField("request_id"),

@@ -48,6 +48,7 @@ SAMPLES: tuple[object, ...] = (
     decode.CallEnded("call", FingerprintMismatch("algorithm", "eagle", "none")),
     decode.PhaseBegan("id", decode.Phase.PREFILL, 1.5, replica="a:1", attempt=1),
     decode.PhaseBegan("id", decode.Phase.QUEUE, 1.5, lost="why", was_retracted=True),
+    decode.RowTaken("id"),
     decode.Tokens(("id", "other"), (1, 2), (1, 2, 3), (TokenLogprobs(-0.5, (1,), (-0.5,)), None, None)),
     decode.PromptScored("id", row_logprobs(2).logprobs),
     decode.Finished("id", decode.FinishReason.EOS, 2, 1, Timings(queue_s=1.0, num_cached_tokens=2), stop_token_id=2),

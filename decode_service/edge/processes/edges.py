@@ -71,6 +71,7 @@ from decode_service.messages import (
     PhaseBegan,
     PromptScored,
     RequestEvent,
+    RowTaken,
     Submit,
     Tokens,
 )
@@ -101,7 +102,6 @@ class _EdgeProcess:
     told: EdgeState | None = None
     told_s: float = 0.0
     unread: UnreadEvents = field(default_factory=UnreadEvents)
-    handed_off: list[str] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
     live: set[str] = field(default_factory=set)
@@ -183,19 +183,13 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
             case Tokens():
                 for edge, tokens in self._by_edge(event):
                     self._give(edge, tokens)
-            case PhaseBegan() | PromptScored():
+            case PhaseBegan() | RowTaken() | PromptScored():
                 if (owner := self._owners.get(event.request_id)) is not None:
                     self._give(owner, event)
             case Finished() | Failed():
                 if (owner := self._owners.get(event.request_id)) is not None:
                     self._forget(event.request_id)
                     self._give(owner, event)
-
-    def handed_off(self, engine_ids: Collection[str]) -> None:
-        for engine_id in engine_ids:
-            if (owner := self._owners.get(engine_id)) is not None:
-                owner.handed_off.append(engine_id)
-                owner.has_news.set()
 
     def fail_all(self, error: BatonError) -> None:
         for edge in self._edges.values():
@@ -325,8 +319,7 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
                 await edge.has_news.wait()
                 await edge.link.can_send()
                 edge.has_news.clear()
-                events, edge.handed_off, handed_off = edge.unread.take(), [], tuple(edge.handed_off)
-                edge.link.send(Events(_of_requests(events), handed_off))
+                edge.link.send(Events(_of_requests(edge.unread.take())))
 
     def _abandon(self, edge: _EdgeProcess) -> int:
         """Aborts the requests of an edge that has ended, and frees what was kept for it. Returns their number."""

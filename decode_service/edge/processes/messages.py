@@ -49,10 +49,9 @@ class EdgeState:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Events of this edge's requests, and the ids of those that have had rows."""
+    """Events of this edge's requests."""
 
     events: Sequence[RequestEvent]
-    handed_off: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

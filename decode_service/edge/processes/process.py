@@ -177,7 +177,6 @@ class _RunningEdge:
     async def _follow(self, message: ToEdge) -> None:
         match message:
             case Events():
-                self._live_requests.handed_off(message.handed_off)
                 for event in message.events:
                     self._live_requests.dispatch(event)
                 await asyncio.sleep(0)  # clients get what has come before more is taken
