@@ -21,11 +21,11 @@ from baton.events import (
     TokenLogprob,
     Usage,
 )
-from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, PrefillLoad, PrefillReplica
+from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PrefillLoad, PrefillReplica
 from baton.v1 import inference_pb2, prefill_pb2, types_pb2
 from common.peer_text import peer_text
 from common.sampling.params import as_written
-from common.telemetry.stats import SpeculationCounts, Timings
+from common.telemetry.stats import PoolCounts, SpeculationCounts, Timings
 
 _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_EOS: FinishReason.EOS,
@@ -98,10 +98,12 @@ def _finished(finished: inference_pb2.Finished) -> Finished:
     )
 
 
-StatsT = TypeVar("StatsT", Timings, SpeculationCounts)
+StatsT = TypeVar("StatsT", Timings, SpeculationCounts, PoolCounts)
 
 
-def _stats_of(kind: type[StatsT], message: inference_pb2.Timings | inference_pb2.SpeculationCounts) -> StatsT:
+def _stats_of(
+    kind: type[StatsT], message: inference_pb2.Timings | inference_pb2.SpeculationCounts | types_pb2.PoolLoad
+) -> StatsT:
     """Returns an object of type `kind`, whose fields have the values of the message's fields of the same names."""
     values: dict[str, Any] = {field.name: getattr(message, field.name) for field in dataclasses.fields(kind)}
     columns: dict[str, Any] = {name: tuple(n) for name, n in values.items() if not isinstance(n, int | float)}
@@ -144,8 +146,8 @@ def _digest_of(fingerprint: types_pb2.Fingerprint) -> str:
 def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> InferenceLoad:
     return InferenceLoad(
         instance_id=peer_text(load.instance_id),
-        rows=_pool_load(load.rows),
-        slots=_pool_load(load.slots),
+        rows=_stats_of(PoolCounts, load.rows),
+        slots=_stats_of(PoolCounts, load.slots),
         num_queued=load.num_queued,
         num_running=load.num_running,
         num_steps=load.num_steps,
@@ -169,26 +171,14 @@ def inference_load_from_wire(load: inference_pb2.GetInferenceLoadResponse) -> In
 def prefill_load_from_wire(load: prefill_pb2.GetPrefillLoadResponse) -> PrefillLoad:
     return PrefillLoad(
         instance_id=peer_text(load.instance_id),
-        rows=_pool_load(load.rows),
-        slots=_pool_load(load.slots),
+        rows=_stats_of(PoolCounts, load.rows),
+        slots=_stats_of(PoolCounts, load.slots),
         num_queued=load.num_queued,
         num_computing=load.num_computing,
         num_steps=load.num_steps,
         unsent_bytes=load.unsent_bytes,
         num_uncomputed_tokens=load.num_uncomputed_tokens,
         num_computed_tokens=load.num_computed_tokens if load.HasField("num_computed_tokens") else None,
-    )
-
-
-def _pool_load(pool: types_pb2.PoolLoad) -> PoolLoad:
-    return PoolLoad(
-        total=pool.total,
-        free=pool.free,
-        reserved=pool.reserved,
-        transferring=pool.transferring,
-        running=pool.running,
-        quarantined=pool.quarantined,
-        cached=pool.cached,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from common.telemetry.stats import PoolCounts
+
 
 class HealthStatus(Enum):
     SERVING = "serving"
@@ -51,27 +53,6 @@ class Tokenized:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolLoad:
-    """How many of a KV pool's rows, or of its slots, are in each state. The states add up to `total`.
-
-    `cached` slots keep KV for later requests. A request that needs slots can take them like free ones.
-    """
-
-    total: int
-    free: int
-    reserved: int
-    transferring: int
-    running: int
-    quarantined: int
-    cached: int = 0
-
-    @property
-    def held(self) -> int:
-        """The number of rows or slots that are neither free nor cached."""
-        return self.total - self.free - self.cached
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillReplica:
     """A prefill replica as a decode service sees it.
 
@@ -95,8 +76,8 @@ class InferenceLoad:
     """
 
     instance_id: str
-    rows: PoolLoad
-    slots: PoolLoad
+    rows: PoolCounts
+    slots: PoolCounts
     num_queued: int
     num_running: int
     num_steps: int
@@ -115,8 +96,8 @@ class PrefillLoad:
     """
 
     instance_id: str
-    rows: PoolLoad
-    slots: PoolLoad
+    rows: PoolCounts
+    slots: PoolCounts
     num_queued: int
     num_computing: int
     num_steps: int

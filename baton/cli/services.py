@@ -22,9 +22,10 @@ from baton.errors import BatonError, InvalidArgument
 from baton.local_pair import LocalPair
 from baton.planner import MIN_SAMPLES, Advice, Need, advise, sample_loads
 from baton.roles import START_TIMEOUT_S, RoleChange, RoleClient, RoleState
-from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PoolLoad, PrefillLoad
+from baton.server_info import HealthStatus, InferenceLoad, ModelInfo, PrefillLoad
 from baton.timeline import ServiceTimeline, record_timelines, write_trace
 from common.role import Role
+from common.telemetry.stats import PoolCounts
 
 LOAD_TIMEOUT_S = 2.0
 VIEWER = "ui.perfetto.dev"
@@ -309,7 +310,7 @@ def load_table(addresses: Mapping[str, str], loads: Mapping[str, ServiceLoad]) -
     return table
 
 
-def _pool_text(pool: PoolLoad) -> str:
+def _pool_text(pool: PoolCounts) -> str:
     """Formats how many rows or slots of the pool are in each state. States that hold none are left out."""
     states = ("cached", "reserved", "transferring", "running", "quarantined")
     in_use = [f"{getattr(pool, state)} {state}" for state in states if getattr(pool, state)]

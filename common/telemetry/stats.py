@@ -1,8 +1,8 @@
 """What an engine reports: each step, counts of forwards, its load, and the costs of each request.
 
 Uses the standard library only: engines and clients import it. The messages `Timings` and `SpeculationCounts` in
-inference.proto have the same fields. A field that is added both there and here reaches the log, the client's events and
-every program that prints them.
+inference.proto have the same fields, and `PoolLoad` in types.proto has those of PoolCounts. A field that is added both
+there and here reaches the log, the client's events and every program that prints them.
 """
 
 from __future__ import annotations

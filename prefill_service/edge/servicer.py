@@ -9,6 +9,7 @@ receiver ◀──Accepted, frames in order── servicer ◀──────
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -379,12 +380,4 @@ class PrefillServicer:
 
 
 def _pool_load(counts: PoolCounts) -> types_pb2.PoolLoad:
-    return types_pb2.PoolLoad(
-        total=counts.total,
-        free=counts.free,
-        reserved=counts.reserved,
-        transferring=counts.transferring,
-        running=counts.running,
-        quarantined=counts.quarantined,
-        cached=counts.cached,
-    )
+    return types_pb2.PoolLoad(**dataclasses.asdict(counts))

@@ -9,8 +9,9 @@ import pytest
 from baton import AsyncClient, Client, errors
 from baton.client.channel import channel_options
 from baton.codec import model_info_from_wire
-from baton.server_info import HealthStatus, PoolLoad, PrefillReplica
+from baton.server_info import HealthStatus, PrefillReplica
 from baton.v1 import inference_pb2, types_pb2
+from common.telemetry.stats import PoolCounts
 from tests.client.either_client import EitherClient
 from tests.client.scripted_inference import ScriptedServer
 
@@ -43,7 +44,7 @@ async def test_both_clients_say_the_same(client: Client, async_client: AsyncClie
 
 def test_load_counts_rows_by_state(client: Client) -> None:
     load = client.load()
-    assert load.rows == PoolLoad(total=4, free=1, reserved=1, transferring=1, running=1, quarantined=0)
+    assert load.rows == PoolCounts(total=4, free=1, reserved=1, transferring=1, running=1)
     assert load.prefill_replicas == (PrefillReplica("127.0.0.1:1", False, 0, "connection refused", "", 7),)
     assert (load.instance_id, load.num_running, load.num_row_retries) == ("first", 1, 3)
     assert load.is_degraded

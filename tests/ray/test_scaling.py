@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from baton.server_info import InferenceLoad, PoolLoad
+from baton.server_info import InferenceLoad
 from baton_ray.scaling import LOAD, LoadPolicy
 from baton_ray.service import decode_load
+from common.telemetry.stats import PoolCounts
 
-IDLE = PoolLoad(total=8, free=8, reserved=0, transferring=0, running=0, quarantined=0)
+IDLE = PoolCounts(total=8, free=8)
 SLOTS = replace(IDLE, total=100, free=20, cached=80)
 LOAD_OF_NONE = InferenceLoad("d", IDLE, SLOTS, 0, 0, 0, (), 0, 0)
 

@@ -1,4 +1,4 @@
-"""Tests that clients get every figure of a request that the decode service sends."""
+"""Tests that clients get every figure that the services send of a request, and of a pool."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 
 from baton.codec import event_from_wire
 from baton.events import Finished
-from baton.v1 import inference_pb2
-from common.telemetry.stats import SpeculationCounts, Timings
+from baton.v1 import inference_pb2, types_pb2
+from common.telemetry.stats import PoolCounts, SpeculationCounts, Timings
 from decode_service.edge.live_request import Ending
 from decode_service.edge.responses import finished_event
 from decode_service.messages import FinishReason
@@ -26,5 +26,9 @@ def test_a_client_gets_each_figure_of_a_request() -> None:
 
 
 def test_the_messages_have_no_field_that_the_types_lack() -> None:
-    for message, kind in ((inference_pb2.Timings, Timings), (inference_pb2.SpeculationCounts, SpeculationCounts)):
+    for message, kind in (
+        (inference_pb2.Timings, Timings),
+        (inference_pb2.SpeculationCounts, SpeculationCounts),
+        (types_pb2.PoolLoad, PoolCounts),
+    ):
         assert set(message.DESCRIPTOR.fields_by_name) == {field.name for field in dataclasses.fields(kind)}

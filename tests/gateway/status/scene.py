@@ -9,7 +9,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from baton.errors import Unavailable
-from baton.server_info import InferenceLoad, PoolLoad, PrefillReplica
+from baton.server_info import InferenceLoad, PrefillReplica
 from common.grammar.grammar import GrammarKind
 from common.rpc.name_lookup import LookUp
 from common.telemetry.exposition import MetricsServer
@@ -29,7 +29,7 @@ IDLE = EngineLoad(
     unsent_bytes=11,
 )
 
-POOL = PoolLoad(total=8, free=8, reserved=0, transferring=0, running=0, quarantined=0)
+POOL = PoolCounts(total=8, free=8)
 REPLICAS = (
     PrefillReplica("p:1", True, 3, "", num_known_tokens=40),
     PrefillReplica("p:2", False, 0, "connection refused"),
