@@ -12,7 +12,6 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,43 +23,12 @@ from baton.client.channel import Tls, authorized, channel_options, single_server
 from baton.errors import BatonError, Internal, error_from_rpc
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
 from common.peer_text import peer_text
+from common.telemetry.timeline import FLOW, EventKind, TimelineEvent
 
 ANSWER_TIMEOUT_S = 60.0
 """Time limit in seconds for a recording to arrive after it has ended."""
-FLOW = "flow"
 _TOKENIZE = ("tokenize", "tokenize-long", "tokenize-longest")
 TRACK_ORDER = ("edge", *_TOKENIZE, "handoff", "engine", "forward", "landing", "sending")
-
-
-class EventKind(Enum):
-    """The kind of a timeline event, as in `baton.v1`.
-
-    A SPAN is work on the track itself; the spans of a track nest. A TASK is work of an asyncio task, interleaved with
-    other tasks; events with the same `task` nest. A COUNTER holds figures that are valid from `start_ns` on.
-    """
-
-    SPAN = timeline_pb2.TimelineEvent.SPAN
-    TASK = timeline_pb2.TimelineEvent.TASK
-    COUNTER = timeline_pb2.TimelineEvent.COUNTER
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineEvent:
-    """One event of a timeline. `start_ns` is a time of the service's CLOCK_MONOTONIC. `task` is "" unless its kind is
-    TASK.
-    """
-
-    kind: EventKind
-    name: str
-    start_ns: int
-    duration_ns: int
-    detail: str
-    task: str
-    figures: Mapping[str, int]
-
-    @property
-    def end_ns(self) -> int:
-        return self.start_ns + self.duration_ns
 
 
 @dataclass(frozen=True, slots=True)

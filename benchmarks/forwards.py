@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from baton.timeline import EventKind, ServiceTimeline, TimelineEvent
+from baton.timeline import ServiceTimeline
+from common.telemetry.timeline import EventKind, TimelineEvent
 
 _WAITS = ("wait", "resolve_seq_lens")
 """Spans inside an engine's step in which the engine only waits for the stream."""

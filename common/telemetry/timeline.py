@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from enum import Enum, auto
+from enum import Enum
 from types import TracebackType
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -26,11 +26,13 @@ FLOW = "flow"
 
 
 class EventKind(Enum):
-    SPAN = auto()
+    """The kind of an event. The values are those of `TimelineEvent.Kind` in timeline.proto."""
+
+    SPAN = 1
     """Work of a track's thread. Spans of one track nest."""
-    TASK = auto()
+    TASK = 2
     """Work of an asyncio task, which is interleaved with other tasks. Spans of one `task` nest."""
-    COUNTER = auto()
+    COUNTER = 3
     """Figures (numbers by name) that are valid from `start_ns` on."""
 
 
@@ -42,6 +44,10 @@ class TimelineEvent(NamedTuple):
     detail: str = ""
     task: str = ""
     figures: Mapping[str, int] = {}
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
 
 
 class DeferredEvent(Protocol):

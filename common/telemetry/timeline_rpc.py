@@ -24,11 +24,7 @@ _WRITE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
 _EVENTS_PER_MESSAGE = 2048
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_KINDS = {
-    EventKind.SPAN: timeline_pb2.TimelineEvent.SPAN,
-    EventKind.TASK: timeline_pb2.TimelineEvent.TASK,
-    EventKind.COUNTER: timeline_pb2.TimelineEvent.COUNTER,
-}
+_KINDS = {kind: timeline_pb2.TimelineEvent.Kind.Value(kind.name) for kind in EventKind}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

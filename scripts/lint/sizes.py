@@ -44,12 +44,10 @@ REASONS = {
 WIRES = {
     "BatonError",
     "DeadlineExceeded",
-    "EventKind",
     "FinishReason",
     "Finished",
     "PromptLogprobs",
     "RoleState",
-    "TimelineEvent",
     "Unauthenticated",
 }
 """Names that two classes have because both stand for one thing of the wire, on its two sides."""

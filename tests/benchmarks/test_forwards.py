@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.timeline import EventKind, ServiceTimeline, TimelineEvent
+from baton.timeline import ServiceTimeline
 from benchmarks.forwards import forwards, step_figures
+from common.telemetry.timeline import EventKind, TimelineEvent
 
 MS = 1_000_000
 

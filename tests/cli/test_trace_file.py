@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.timeline import EventKind, ServiceTimeline, TimelineEvent, trace_events
+from baton.timeline import ServiceTimeline, trace_events
+from common.telemetry.timeline import EventKind, TimelineEvent
 
 
 def timeline(service: str, *, start_ns: int, unix_offset_ns: int, clock_id: str) -> ServiceTimeline:

@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 from baton import errors
-from baton.timeline import EventKind, record_timelines
+from baton.timeline import record_timelines
 from baton.v1 import timeline_pb2, timeline_pb2_grpc
 from common.service.server import ServiceServer
-from common.telemetry.timeline import RecordedTrack, Recording, Timeline
+from common.telemetry.timeline import EventKind, RecordedTrack, Recording, Timeline
 from common.telemetry.timeline_rpc import MAX_EVENTS, TimelineServicer
 
 BOUND_S = 60.0
