@@ -180,6 +180,10 @@ _KIND_BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
 }
 
 
+def invalid_field(field: str, why: object) -> InvalidArgument:
+    return InvalidArgument(f"{field}: {why}", reason="INVALID_FIELD", metadata={"field": field})
+
+
 def error_from_rpc(rpc_error: grpc.RpcError) -> BatonError:
     """Converts the error of a failed call, blocking or asyncio, into the BatonError of its status code."""
     code: grpc.StatusCode = rpc_error.code()

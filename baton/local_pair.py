@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from baton.client.blocking import Client
-from baton.errors import BatonError, InvalidArgument, PairMismatch, StartTimedOut
+from baton.errors import BatonError, PairMismatch, StartTimedOut, invalid_field
 from baton.free_ports import LOOPBACK, HeldPorts
 from baton.server_info import HealthStatus
 from baton.service_log import ServiceLog
@@ -445,9 +445,7 @@ def _place(listen: str, taken_ports: Collection[int]) -> tuple[str, int]:
         if port in taken_ports:
             raise ValueError(f"another `baton up` has port {port}; take another, or 0 for a free one")
     except ValueError as error:
-        raise InvalidArgument(
-            f"gateway_listen: {error}", reason="INVALID_FIELD", metadata={"field": "gateway_listen"}
-        ) from None
+        raise invalid_field("gateway_listen", error) from None
     return host, port
 
 
@@ -463,8 +461,4 @@ def _writable(log_dir: Path | None) -> Path:
         with tempfile.TemporaryFile(dir=log_dir):
             return log_dir
     except OSError as error:
-        raise InvalidArgument(
-            f"log_dir: {error.filename or log_dir}: {error.strerror}",
-            reason="INVALID_FIELD",
-            metadata={"field": "log_dir"},
-        ) from None
+        raise invalid_field("log_dir", f"{error.filename or log_dir}: {error.strerror}") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from baton.errors import FailedPrecondition, InvalidArgument
+from baton.errors import FailedPrecondition, InvalidArgument, invalid_field
 from baton.local_pair import LocalPair
 from baton.service_process import TLS_SETTINGS, ServiceProcess
 from common.addresses import why_not_listen
@@ -41,7 +41,7 @@ def check_pair(pair: LocalPair) -> PairSettings:
     decode = _settings(DecodeSettings, pair.decode[0])
     gateway = None if pair.gateway is None else _settings(GatewaySettings, pair.gateway)
     if decode.prefill != pair.prefill_addresses:
-        raise _wrong("prefill", "which prefill services there are is said by how many are started")
+        raise invalid_field("prefill", "which prefill services there are is said by how many are started")
     _check_agreement(prefill, decode)
     _check_tokens(prefill, decode, gateway)
     _check_memory(prefill, len(pair.prefill), decode, len(pair.decode))
@@ -75,10 +75,10 @@ def _settings(kind: type[SettingsT], process: ServiceProcess) -> SettingsT:
     except ConfigError as error:
         raise InvalidArgument(f"{process.role}: {error}", reason="INVALID_FIELD") from error
     if settings.listen != process.address:
-        raise _wrong("listen", f"{process.role} services started here listen where they are told to by the pair")
+        raise invalid_field("listen", f"{process.role} services started here listen where they are told to by the pair")
     for name in _PLAIN:
         if getattr(settings, name, None):
-            raise _wrong(name, "the services of a pair that is started here speak in plain, on loopback")
+            raise invalid_field(name, "the services of a pair that is started here speak in plain, on loopback")
     return settings
 
 
@@ -98,14 +98,16 @@ def _check_agreement(prefill: PrefillSettings, decode: DecodeSettings) -> None:
 def _differ(name: str, prefill: object, decode: object) -> InvalidArgument:
     flag = f"--{name.replace('_', '-')}"
     remedy = f"give {flag} alike to both kinds of service, or set BATON_{name.upper()}"
-    return _wrong(name, f"prefill has {prefill}, decode has {decode}: {remedy}")
+    return invalid_field(name, f"prefill has {prefill}, decode has {decode}: {remedy}")
 
 
 def _check_tokens(prefill: PrefillSettings, decode: DecodeSettings, gateway: GatewaySettings | None) -> None:
     if prefill.auth_token_file and not decode.prefill_token_file:
-        raise _wrong("prefill_token_file", "the prefill services want a token, and decode services have none to show")
+        raise invalid_field(
+            "prefill_token_file", "the prefill services want a token, and decode services have none to show"
+        )
     if gateway and decode.auth_token_file and not gateway.decode_token_file:
-        raise _wrong("decode_token_file", "the decode services want a token, and the gateway has none to show")
+        raise invalid_field("decode_token_file", "the decode services want a token, and the gateway has none to show")
 
 
 def _check_memory(prefill: PrefillSettings, num_prefill: int, decode: DecodeSettings, num_decode: int) -> None:
@@ -123,7 +125,7 @@ def _check_memory(prefill: PrefillSettings, num_prefill: int, decode: DecodeSett
             said = " and ".join(
                 f"{num} {name} {'service' if num == 1 else 'services'} of {share:g}" for num, name, share in parts
             )
-            raise _wrong(
+            raise invalid_field(
                 "memory_share", f"{said} are more than all of {device}: together at most 1, or unset to divide it"
             )
 
@@ -143,7 +145,7 @@ def _check_device(device: str) -> None:
     except (OSError, AttributeError):
         count.value = 0
     if int(index or 0) >= count.value:
-        raise _wrong("device", f"{device!r} is not there; {count.value} CUDA devices are")
+        raise invalid_field("device", f"{device!r} is not there; {count.value} CUDA devices are")
 
 
 def _check_ports(pair: LocalPair, *settings: ServiceSettings) -> None:
@@ -152,13 +154,9 @@ def _check_ports(pair: LocalPair, *settings: ServiceSettings) -> None:
     given += [("metrics_listen", each.metrics_listen) for each in settings if each.metrics_listen]
     metrics = [address for name, address in given if name == "metrics_listen"]
     if pair.metrics_addresses and not set(metrics).issubset(pair.metrics_addresses):
-        raise _wrong("metrics_listen", "the pair gives its services ports for metrics, which its gateway reads")
+        raise invalid_field("metrics_listen", "the pair gives its services ports for metrics, which its gateway reads")
     for address in {each for each in metrics if metrics.count(each) > 1}:
-        raise _wrong("metrics_listen", f"{address} is given to two services")
+        raise invalid_field("metrics_listen", f"{address} is given to two services")
     for name, address in given:
         if why := why_not_listen(address):
-            raise _wrong(name, f"cannot listen on {address}: {why}")
-
-
-def _wrong(name: str, why: str) -> InvalidArgument:
-    return InvalidArgument(f"{name}: {why}", reason="INVALID_FIELD", metadata={"field": name})
+            raise invalid_field(name, f"cannot listen on {address}: {why}")

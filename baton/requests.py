@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self, TypedDict, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from baton.errors import InvalidArgument
+from baton.errors import invalid_field
 from baton.v1 import inference_pb2, types_pb2
 from common.grammar.reasoning import Reasoning
 from common.sampling.params import NUMBER_OPTIONS
@@ -137,7 +137,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> inference_
     """
     token_ids, chat = options.get("token_ids"), options.get("chat")
     if sum(source is not None for source in (prompt, token_ids, chat)) != 1:
-        raise _invalid("prompt", "give exactly one of prompt, token_ids and chat")
+        raise invalid_field("prompt", "give exactly one of prompt, token_ids and chat")
     request = inference_pb2.GenerateRequest()
     if prompt is not None:
         with _naming("prompt"):
@@ -171,7 +171,7 @@ def tokenize_request(
 ) -> inference_pb2.TokenizeRequest:
     """Builds the request message. Raises InvalidArgument unless exactly one of `prompt` and `chat` is given."""
     if (prompt is None) == (chat is None):
-        raise _invalid("prompt", "give exactly one of prompt and chat")
+        raise invalid_field("prompt", "give exactly one of prompt and chat")
     request = inference_pb2.TokenizeRequest(with_pieces=with_pieces)
     if prompt is not None:
         with _naming("prompt"):
@@ -205,7 +205,7 @@ def _fill_chat(
         if option is None:
             continue
         if chat is None:
-            raise _invalid(f"chat.{name}", "goes with chat only")
+            raise invalid_field(f"chat.{name}", "goes with chat only")
         with _naming(f"chat.{name}"):
             _set_chat_option(request.chat, name, option)
 
@@ -342,9 +342,9 @@ def _naming(field: str, kind: int = 0) -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError as error:
-        raise _invalid(field, f"is not Unicode: {error.reason} at index {error.start}") from error
+        raise invalid_field(field, f"is not Unicode: {error.reason} at index {error.start}") from error
     except AttributeError as error:
-        raise _invalid(field, "has a value of another type") from error
+        raise invalid_field(field, "has a value of another type") from error
     except (TypeError, ValueError) as error:
         words = str(error)
         number = words.removeprefix(_OUT_OF_RANGE)
@@ -352,7 +352,7 @@ def _naming(field: str, kind: int = 0) -> Iterator[None]:
             words = f"{number} is not in [{bounds[0]}, {bounds[1]}]"
         elif words.startswith(_ODD_TYPES):
             words = "has a value of another type"
-        raise _invalid(field, words) from error
+        raise invalid_field(field, words) from error
 
 
 def _float32(value: Any) -> Any:
@@ -364,7 +364,3 @@ def _float32(value: Any) -> Any:
     if isinstance(value, float) and 0.0 < abs(value) < _SMALLEST_FLOAT:
         return math.copysign(_SMALLEST_FLOAT, value)
     return value
-
-
-def _invalid(field: str, message: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: {message}", reason="INVALID_FIELD", metadata={"field": field})

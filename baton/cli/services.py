@@ -18,7 +18,7 @@ from rich.table import Table
 from baton.cli import options
 from baton.cli.output import print_json, reported_errors, text_console
 from baton.client import Client, PrefillClient, Tls
-from baton.errors import BatonError, InvalidArgument
+from baton.errors import BatonError, invalid_field
 from baton.local_pair import LocalPair
 from baton.planner import MIN_SAMPLES, Advice, Need, advise, sample_loads
 from baton.roles import START_TIMEOUT_S, RoleChange, RoleClient, RoleState
@@ -236,21 +236,17 @@ def trace(
     token = options.read_token(token_file)
     with reported_errors(as_json):
         if not output.parent.is_dir():  # checked first, so that no recording is lost
-            raise _unwritable(output, "there is no such directory")
+            raise invalid_field("output", f"{output}: there is no such directory")
         timelines = record_timelines(addresses, duration_s=seconds, max_events=max_events, tls=tls, token=token)
         try:
             num_events = write_trace(output, timelines)
         except OSError as error:
-            raise _unwritable(output, error.strerror) from None
+            raise invalid_field("output", f"{output}: {error.strerror}") from None
     if as_json:
         dropped = {each.address: each.num_dropped for each in timelines}
         print_json("trace", output=output, seconds=seconds, num_events=num_events, num_dropped=dropped)
     else:
         _report(output, num_events, timelines)
-
-
-def _unwritable(output: Path, why: object) -> InvalidArgument:
-    return InvalidArgument(f"output: {output}: {why}", reason="INVALID_FIELD", metadata={"field": "output"})
 
 
 def _report(output: Path, num_events: int, timelines: list[ServiceTimeline]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from baton.errors import InvalidArgument, Unavailable
+from baton.errors import Unavailable, invalid_field
 from common.addresses import AddressFile, Name, address_of, host_and_port, is_name, parse_name
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -48,9 +48,7 @@ class Tls:
         """
         if (self.cert_file is None) != (self.key_file is None):
             field = "cert_file" if self.key_file is None else "key_file"
-            raise InvalidArgument(
-                f"{field}: cert_file and key_file go together", reason="INVALID_FIELD", metadata={"field": field}
-            )
+            raise invalid_field(field, "cert_file and key_file go together")
         return grpc.ssl_channel_credentials(
             root_certificates=_read("ca_file", self.ca_file),
             private_key=_read("key_file", self.key_file),
@@ -121,9 +119,7 @@ def _read(field: str, path: Path | None) -> bytes | None:
     try:
         return None if path is None else path.read_bytes()
     except OSError as error:
-        raise InvalidArgument(
-            f"{field}: {path}: {error.strerror}", reason="INVALID_FIELD", metadata={"field": field}
-        ) from None
+        raise invalid_field(field, f"{path}: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +145,7 @@ def parse_target(address: str, tls: Tls | None) -> ServerTarget:
         try:
             name = parse_name(address)
         except ValueError as error:
-            raise _malformed(error) from None
+            raise invalid_field("address", error) from None
         if isinstance(name, AddressFile):
             _require_server_name(tls)
         return ServerTarget((), name=name)
@@ -178,16 +174,14 @@ def _host_and_port(part: str) -> tuple[str, int]:
     try:
         return host_and_port(part.strip())
     except ValueError as error:
-        raise _malformed(error) from None
+        raise invalid_field("address", error) from None
 
 
 def _require_server_name(tls: Tls | None) -> None:
     if tls is not None and tls.server_name is None:
-        raise _malformed("several addresses with TLS need Tls.server_name, which all their certificates name")
-
-
-def _malformed(why: object) -> InvalidArgument:
-    return InvalidArgument(f"address: {why}", reason="INVALID_FIELD", metadata={"field": "address"})
+        raise invalid_field(
+            "address", "several addresses with TLS need Tls.server_name, which all their certificates name"
+        )
 
 
 def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:

@@ -26,6 +26,7 @@ from baton.errors import (
     InvalidArgument,
     ResourceExhausted,
     Unavailable,
+    invalid_field,
 )
 from baton.events import (
     Completion,
@@ -77,9 +78,7 @@ def bounded_s(field: str, seconds: Any) -> float:
     which names the field, for NaN and for what is no number.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or seconds != seconds:  # NaN
-        raise InvalidArgument(
-            f"{field}: {seconds!r} is no number of seconds", reason="INVALID_FIELD", metadata={"field": field}
-        )
+        raise invalid_field(field, f"{seconds!r} is no number of seconds")
     return float(min(cast(float, seconds), LONGEST_S))
 
 
