@@ -24,15 +24,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import grpc
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
-from grpc_status import rpc_status
 
 from baton.service_log import why_it_ended
 from common.peer_text import peer_text
-from common.rpc.errors import connection_words
+from common.rpc.errors import connection_words, error_info
 
 _MAX_MESSAGE_BYTES = 1024
 
@@ -187,7 +185,7 @@ def invalid_field(field: str, why: object) -> InvalidArgument:
 def error_from_rpc(rpc_error: grpc.RpcError) -> BatonError:
     """Converts the error of a failed call, blocking or asyncio, into the BatonError of its status code."""
     code: grpc.StatusCode = rpc_error.code()
-    info = _error_info(rpc_error)
+    info = error_info(rpc_error)
     details = rpc_error.details() or code.name
     return _KIND_BY_CODE.get(code, BatonError)(
         peer_text(details if info else connection_words(details), _MAX_MESSAGE_BYTES),
@@ -195,15 +193,3 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> BatonError:
         reason=peer_text(info.reason) if info else "",
         metadata={peer_text(key): peer_text(value) for key, value in info.metadata.items()} if info else None,
     )
-
-
-def _error_info(rpc_error: grpc.RpcError) -> Any:
-    try:
-        status = rpc_status.from_call(rpc_error)  # type: ignore[arg-type]  # an RpcError of a call is its Call
-    except ValueError:  # the details contradict the status code, and the code is more reliable
-        return None
-    for detail in status.details if status else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info):
-            return info
-    return None

@@ -1,4 +1,4 @@
-"""Converts a BatonError to a gRPC status with google.rpc.ErrorInfo, and explains gRPC's own connection errors."""
+"""Writes and reads gRPC statuses with google.rpc.ErrorInfo, and explains gRPC's own connection errors."""
 
 from __future__ import annotations
 
@@ -94,6 +94,19 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BatonEr
     except TimeoutError:
         raise asyncio.CancelledError from None
     raise AssertionError("abort returned")
+
+
+def error_info(failure: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    """Returns the ErrorInfo of a failed call's status, or None if it has none, or its details contradict its code."""
+    try:
+        status = rpc_status.from_call(failure)  # type: ignore[arg-type]  # an RpcError of a call is its Call
+    except ValueError:
+        return None
+    for detail in status.details if status else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            return info
+    return None
 
 
 def connection_words(details: str) -> str:

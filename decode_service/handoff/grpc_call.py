@@ -8,18 +8,15 @@ import asyncio
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import cast
 
 import grpc
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
-from grpc_status import rpc_status
 
 from baton.v1 import prefill_pb2
 from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
 from common.kv.shared_kv import PoolLost, ReadablePool, RemoteKv
 from common.peer_text import peer_text
 from common.rpc.aio import begin_read
-from common.rpc.errors import connection_words
+from common.rpc.errors import connection_words, error_info
 from common.rpc.grpc_options import Metadata
 from common.rpc.messages import ProtocolError
 from common.telemetry.timeline import Track
@@ -66,19 +63,6 @@ def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
             told.get("field", "a field"), told.get("decode", "one value"), told.get("prefill", "another")
         )
     return PrefillUnavailable(message) if code in _PEER_REFUSES else EngineFault(message)
-
-
-def error_info(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
-    """Returns the status's ErrorInfo, or None if it has none or its details belong to another status."""
-    try:
-        status = rpc_status.from_call(cast(grpc.Call, failure))
-    except ValueError:
-        return None
-    for detail in status.details if status is not None else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info):
-            return info
-    return None
 
 
 Stream = grpc.aio.StreamStreamCall[bytes, bytes]

@@ -20,6 +20,7 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from common.errors import ContextExceeded, InvalidRequest, Overloaded, RowFailure, error_for_row_failure
 from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.grammar.reasoning import Reasoning
+from common.rpc.errors import error_info
 from common.rpc.grpc_options import channel_options
 from common.service.server import ServerLimits, ServiceServer
 from common.telemetry.stats import EngineLoad, PoolCounts, PrefixCounts
@@ -29,7 +30,6 @@ from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
 from common.wire.framing import seal_bytes
 from common.wire.handoff import Accepted, Frame, HandoffRow, RowFailed, unsent_bytes
-from decode_service.handoff.grpc_call import error_info
 from prefill_service.edge.call import ReplicaLimits
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer

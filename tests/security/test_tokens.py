@@ -23,8 +23,8 @@ from baton.server_info import HealthStatus
 from common.addresses import is_loopback
 from common.errors import ConfigError
 from common.rpc.bearer_tokens import authorization, read_tokens
+from common.rpc.errors import error_info
 from common.service.server import ServiceServer
-from decode_service.handoff.grpc_call import error_info
 from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.messages import Replica
 from tests.decode_edge.edge_under_test import running_edge
