@@ -27,12 +27,7 @@ from common.peer_text import peer_text
 from common.sampling.params import as_written
 from common.telemetry.stats import PoolCounts, SpeculationCounts, Timings
 
-_FINISH_REASONS = {
-    inference_pb2.FINISH_REASON_EOS: FinishReason.EOS,
-    inference_pb2.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_TOKEN,
-    inference_pb2.FINISH_REASON_STOP_STRING: FinishReason.STOP_STRING,
-    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
+_FINISH_REASONS = {inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 _MAX_REASON_BYTES = 1024
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 

@@ -20,12 +20,7 @@ from decode_service.edge.live_request import Ending
 from decode_service.edge.text.output import NewOutput, OutputLogprobs
 from decode_service.messages import FinishReason
 
-_REASONS = {
-    FinishReason.EOS: inference_pb2.FINISH_REASON_EOS,
-    FinishReason.STOP_TOKEN: inference_pb2.FINISH_REASON_STOP_TOKEN,
-    FinishReason.STOP_STRING: inference_pb2.FINISH_REASON_STOP_STRING,
-    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
-}
+_REASONS = {reason: inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
 
 def started_event(
