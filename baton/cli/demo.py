@@ -15,7 +15,7 @@ from rich.console import Console
 
 from baton.cli import options
 from baton.cli.output import Shown, measure, print_json, reported_errors, show, text_console
-from baton.cli.prepare_model import DEMO_MODEL, prepare_pair
+from baton.cli.prepare_model import prepare_pair
 from baton.client import Client, EventStream
 from baton.errors import Internal
 from baton.events import tokens_per_forward
@@ -137,7 +137,7 @@ def _started(
     dtype: str, arguments: tuple[list[str], list[str]], start_timeout_s: float, console: Console, as_json: bool
 ) -> Iterator[tuple[LocalPair, Client]]:
     pair = LocalPair(
-        model=DEMO_MODEL,
+        model="demo",
         device="cpu",
         dtype=dtype,
         prefill_args=[*_OPTIONS, *arguments[0]],

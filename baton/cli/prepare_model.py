@@ -9,29 +9,10 @@ from rich import progress
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from baton.cli.output import print_json, text_console
-from baton.errors import FailedPrecondition
 from baton.local_pair import LocalPair
 
 if TYPE_CHECKING:
     from common.checkpoints.cache import OnProgress
-
-DEMO_MODEL = "demo"
-
-
-def prepare_model(model: str, *, as_json: bool) -> None:
-    """Fetches and converts the demo model; does nothing for other models. Raises FailedPrecondition if that fails."""
-    if model != DEMO_MODEL:
-        return
-    from common.checkpoints.cache import default_cache_dir
-    from common.checkpoints.demo_model import ensure_demo_model
-    from common.errors import StartupError
-
-    cache_dir = default_cache_dir()  # first of all, because it reports libraries that are not installed
-    try:
-        with shown_progress(as_json) as progress:
-            ensure_demo_model(progress, cache_dir=cache_dir)
-    except StartupError as error:
-        raise FailedPrecondition(str(error), reason="DEMO_MODEL") from error
 
 
 def prepare_pair(pair: LocalPair, *, as_json: bool) -> None:

@@ -16,7 +16,7 @@ import typer
 
 from baton.cli import options
 from baton.cli.output import reported_errors, text_console
-from baton.cli.prepare_model import prepare_model
+from baton.cli.prepare_model import shown_progress
 from baton.client import AsyncClient, Tls
 from baton.errors import FailedPrecondition
 from training.config import TrainConfig
@@ -54,7 +54,6 @@ def self_chat(
     answer_temperatures = _parse_temperatures(temperatures)
     token = options.read_token(token_file)
     with reported_errors(False):
-        prepare_model(model, as_json=False)
         from common.checkpoints.source import resolve_model
         from common.errors import StartupError
         from common.text.tokenizer import TextTokenizer
@@ -62,13 +61,14 @@ def self_chat(
 
         try:
             source = read_openings(openings) if openings else read_questions(questions) if questions else None
-            encoder = TextTokenizer.from_directory(resolve_model(model, dtype="bfloat16"))
+            with shown_progress(False) as progress:
+                directory = resolve_model(model, progress, dtype="bfloat16")
             asyncio.run(
                 _write(
                     address,
                     tls,
                     token,
-                    encoder,
+                    TextTokenizer.from_directory(directory),
                     out,
                     num_conversations=num_conversations,
                     concurrency=concurrency,
@@ -177,7 +177,6 @@ def train_draft(
     """Train an EAGLE-3 head on the target's own conversations. Ctrl-C stops; the same command continues."""
     captured = options.parse_token_ids(layers, "--layers")
     with reported_errors(False):
-        prepare_model(model, as_json=False)
         from common.errors import StartupError
 
         try:
@@ -232,7 +231,8 @@ def _train(
     config = TrainConfig(**settings)
     if threads is not None:
         torch.set_num_threads(threads)
-    directory = resolve_model(model, dtype="bfloat16")
+    with shown_progress(False) as progress:
+        directory = resolve_model(model, progress, dtype="bfloat16")
     trainer = prepare_training(
         directory,
         data,
