@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from baton.errors import FailedPrecondition, InvalidArgument, invalid_field
+from baton.errors import InvalidArgument, invalid_field
 from baton.local_pair import LocalPair
 from baton.service_process import TLS_SETTINGS, ServiceProcess
 from common.addresses import why_not_listen
@@ -16,7 +16,7 @@ from common.checkpoints.cache import OnProgress
 from common.checkpoints.source import check_draft, check_model, resolve_draft, resolve_model
 from common.config.load import SettingsT, load_settings
 from common.config.settings import DecodeSettings, GatewaySettings, PrefillSettings, ServiceSettings
-from common.errors import ConfigError, StartupError
+from common.errors import ConfigError
 
 _ALIKE = ("dtype", "kv_dtype", "draft_topk")
 """Settings that must be equal on both kinds of service for every model."""
@@ -34,8 +34,8 @@ class PairSettings:
 def check_pair(pair: LocalPair) -> PairSettings:
     """Checks settings, ports and devices, and returns the settings of both kinds of service.
 
-    Finds errors that would otherwise appear only in running processes. Raises InvalidArgument, which names the setting.
-    Fetches nothing, and imports no model library.
+    Finds errors that would otherwise appear only in running processes. Raises InvalidArgument, which names the setting,
+    and StartupError for a wrong `model` or `draft`. Fetches nothing, and imports no model library.
     """
     prefill = _settings(PrefillSettings, pair.prefill[0])
     decode = _settings(DecodeSettings, pair.decode[0])
@@ -46,26 +46,20 @@ def check_pair(pair: LocalPair) -> PairSettings:
     _check_tokens(prefill, decode, gateway)
     _check_memory(prefill, len(pair.prefill), decode, len(pair.decode))
     for settings in (prefill, decode):
-        try:
-            check_model(settings.model)
-            if settings.draft:
-                check_draft(settings.draft)
-        except StartupError as error:
-            raise FailedPrecondition(str(error), reason=error.reason) from error
+        check_model(settings.model)
+        if settings.draft:
+            check_draft(settings.draft)
         _check_device(settings.device)
     _check_ports(pair, prefill, decode)
     return PairSettings(prefill, decode)
 
 
 def fetch_models(settings: PairSettings, progress: OnProgress) -> None:
-    """Fetches the models and draft heads that the services will load. Raises FailedPrecondition if that fails."""
-    try:
-        for model, dtype in {(each.model, each.dtype) for each in (settings.prefill, settings.decode)}:
-            resolve_model(model, progress, dtype=dtype)
-        for draft in {settings.prefill.draft, settings.decode.draft} - {""}:
-            resolve_draft(draft, progress)
-    except StartupError as error:
-        raise FailedPrecondition(str(error), reason=error.reason) from error
+    """Fetches the models and draft heads that the services will load. Raises StartupError if that fails."""
+    for model, dtype in {(each.model, each.dtype) for each in (settings.prefill, settings.decode)}:
+        resolve_model(model, progress, dtype=dtype)
+    for draft in {settings.prefill.draft, settings.decode.draft} - {""}:
+        resolve_draft(draft, progress)
 
 
 def _settings(kind: type[SettingsT], process: ServiceProcess) -> SettingsT:

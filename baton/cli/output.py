@@ -23,6 +23,7 @@ from baton.client import EventStream
 from baton.client.generation import CompletionBuilder
 from baton.errors import BatonError, FailedPrecondition, Unauthenticated
 from baton.events import Completion, Delta, Event, Finished
+from common.errors import StartupError
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Matches every control character except tab and line feed."""
@@ -59,8 +60,8 @@ def text_console() -> Console:
 def reported_errors(as_json: bool) -> Iterator[None]:
     """Wraps a command: if it raises a BatonError, prints that without a traceback and ends with status 1.
 
-    With `as_json` the error is a JSON line on standard output, else text on standard error. A missing library is
-    reported in the same way, because some commands need the services' libraries.
+    With `as_json` the error is a JSON line on standard output, else text on standard error. A missing library and a
+    StartupError are reported in the same way, because some commands use the services' libraries and models.
     """
     try:
         try:
@@ -72,6 +73,8 @@ def reported_errors(as_json: bool) -> Iterator[None]:
                 f"this command needs {missing.name}: pip install 'baton-serve[engine,gateway,training]'",
                 reason="NOT_INSTALLED",
             ) from missing
+        except StartupError as error:
+            raise FailedPrecondition(str(error), reason=error.reason) from error
     except BatonError as error:
         if as_json:
             print_json(

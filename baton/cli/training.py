@@ -18,7 +18,6 @@ from baton.cli import options
 from baton.cli.output import reported_errors, text_console
 from baton.cli.prepare_model import shown_progress
 from baton.client import AsyncClient, Tls
-from baton.errors import FailedPrecondition
 from training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -55,31 +54,27 @@ def self_chat(
     token = options.read_token(token_file)
     with reported_errors(False):
         from common.checkpoints.source import resolve_model
-        from common.errors import StartupError
         from common.text.tokenizer import TextTokenizer
         from training.generate import read_openings, read_questions
 
-        try:
-            source = read_openings(openings) if openings else read_questions(questions) if questions else None
-            with shown_progress(False) as progress:
-                directory = resolve_model(model, progress, dtype="bfloat16")
-            asyncio.run(
-                _write(
-                    address,
-                    tls,
-                    token,
-                    TextTokenizer.from_directory(directory),
-                    out,
-                    num_conversations=num_conversations,
-                    concurrency=concurrency,
-                    seed=seed,
-                    max_answer_tokens=max_answer_tokens,
-                    temperatures=answer_temperatures,
-                    source=source,
-                )
+        source = read_openings(openings) if openings else read_questions(questions) if questions else None
+        with shown_progress(False) as progress:
+            directory = resolve_model(model, progress, dtype="bfloat16")
+        asyncio.run(
+            _write(
+                address,
+                tls,
+                token,
+                TextTokenizer.from_directory(directory),
+                out,
+                num_conversations=num_conversations,
+                concurrency=concurrency,
+                seed=seed,
+                max_answer_tokens=max_answer_tokens,
+                temperatures=answer_temperatures,
+                source=source,
             )
-        except StartupError as error:
-            raise FailedPrecondition(str(error), reason=error.reason) from error
+        )
 
 
 async def _write(
@@ -177,35 +172,30 @@ def train_draft(
     """Train an EAGLE-3 head on the target's own conversations. Ctrl-C stops; the same command continues."""
     captured = options.parse_token_ids(layers, "--layers")
     with reported_errors(False):
-        from common.errors import StartupError
-
-        try:
-            _train(
-                model=model,
-                data=data,
-                out=out,
-                features=features,
-                start_from=start_from,
-                revises_vocab=revise_vocab,
-                threads=threads,
-                layers=None if captured is None else tuple(captured),
-                draft_vocab=draft_vocab,
-                ttt_steps=ttt_steps,
-                max_tokens=max_tokens,
-                warmup_tokens=warmup_tokens,
-                decay_fraction=decay_fraction,
-                eval_tokens=eval_tokens,
-                num_held_out=num_held_out,
-                checkpoint_minutes=checkpoint_minutes,
-                muon_lr=muon_lr,
-                lr=lr,
-                batch_tokens=batch_tokens,
-                seed=seed,
-                device=device,
-                dtype=dtype,
-            )
-        except StartupError as error:
-            raise FailedPrecondition(str(error), reason=error.reason) from error
+        _train(
+            model=model,
+            data=data,
+            out=out,
+            features=features,
+            start_from=start_from,
+            revises_vocab=revise_vocab,
+            threads=threads,
+            layers=None if captured is None else tuple(captured),
+            draft_vocab=draft_vocab,
+            ttt_steps=ttt_steps,
+            max_tokens=max_tokens,
+            warmup_tokens=warmup_tokens,
+            decay_fraction=decay_fraction,
+            eval_tokens=eval_tokens,
+            num_held_out=num_held_out,
+            checkpoint_minutes=checkpoint_minutes,
+            muon_lr=muon_lr,
+            lr=lr,
+            batch_tokens=batch_tokens,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
 
 
 def _train(
