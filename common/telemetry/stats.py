@@ -8,7 +8,9 @@ there and here reaches the log, the client's events and every program that print
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from itertools import zip_longest
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -183,12 +185,21 @@ class SpeculationCounts:
     accepted at least as many. The seconds are device time of the whole batches that the request was in.
     """
 
-    num_verify_steps: int
-    num_drafted_tokens: int
-    num_accepted_tokens: int
+    num_verify_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_forced_tokens: int = 0
     drafted_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     draft_s: float = 0.0
     verify_s: float = 0.0
     extend_s: float = 0.0
+
+    def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
+        """Adds the counts of other verify steps of the same request, which may have drafted less or more deeply."""
+        return SpeculationCounts(*map(_sum_of, astuple(self), astuple(other)))
+
+
+def _sum_of(count: Any, more: Any) -> Any:
+    """Returns the sum of two numbers, or the sums of two tuples, place by place as far as the longer one goes."""
+    return tuple(map(sum, zip_longest(count, more, fillvalue=0))) if isinstance(count, tuple) else count + more

@@ -4,9 +4,8 @@ loses.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
@@ -23,70 +22,6 @@ from common.telemetry.stats import SpeculationCounts, Timings
 from decode_service.messages import Finished, FinishReason, Phase, Submit
 
 _KV_ON_ITS_WAY = frozenset((Phase.PREFILL, Phase.RECEIVING, Phase.TRANSFER))
-
-
-@dataclass(slots=True)
-class SpeculationTally:
-    """The drafting and verification figures of one request, summed over all its steps.
-
-    `drafted_at[i]` counts the steps without forced drafts that drafted at least i + 1 tokens ahead, and
-    `accepted_at[i]` those of them that accepted at least i + 1.
-    """
-
-    num_verify_steps: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_forced_tokens: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    extend_s: float = 0.0
-
-    def add(
-        self,
-        *,
-        num_verify_steps: int,
-        num_drafted_tokens: int,
-        num_accepted_tokens: int,
-        num_forced_tokens: int,
-        drafted_at: Sequence[int],
-        accepted_at: Sequence[int],
-        parts_s: Mapping[str, float],
-    ) -> None:
-        """Adds the figures of the steps since the last call.
-
-        `drafted_at` and `accepted_at` may end with zeros for depths that no step drafted. `parts_s` maps
-        `draft_s`, `verify_s` and `extend_s` to seconds.
-        """
-        self.num_verify_steps += num_verify_steps
-        self.num_drafted_tokens += num_drafted_tokens
-        self.num_accepted_tokens += num_accepted_tokens
-        self.num_forced_tokens += num_forced_tokens
-        self.drafted_at = _sum_of(self.drafted_at, drafted_at)
-        self.accepted_at = _sum_of(self.accepted_at, accepted_at)
-        for part, seconds in parts_s.items():
-            setattr(self, part, getattr(self, part) + seconds)
-
-    def counts(self) -> SpeculationCounts | None:
-        if not self.num_verify_steps:
-            return None
-        depth = sum(num > 0 for num in self.drafted_at)
-        return SpeculationCounts(
-            num_verify_steps=self.num_verify_steps,
-            num_drafted_tokens=self.num_drafted_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-            num_forced_tokens=self.num_forced_tokens,
-            drafted_at=tuple(self.drafted_at[:depth]),
-            accepted_at=tuple(self.accepted_at[:depth]),
-            draft_s=self.draft_s,
-            verify_s=self.verify_s,
-            extend_s=self.extend_s,
-        )
-
-
-def _sum_of(counts: Sequence[int], more: Sequence[int]) -> list[int]:
-    return [sum(pair) for pair in itertools.zip_longest(counts, more, fillvalue=0)]
 
 
 class RowTokens(Protocol):
@@ -161,7 +96,7 @@ class Request:
     refused_since_s: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     running_in: RowTokens | None = None
-    speculation: SpeculationTally = field(default_factory=SpeculationTally)
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     end_ids: frozenset[int] = field(default_factory=frozenset)
     matcher: Matcher | None = None
     withheld: Mapping[tuple[int, ...], str] = field(default_factory=dict)
@@ -366,7 +301,7 @@ class Request:
             num_prompt_tokens=self.prompt_len,
             num_completion_tokens=num_output,
             timings=self.timings(),
-            speculation=self.speculation.counts(),
+            speculation=self.speculation if self.speculation.num_verify_steps else None,
             stop_token_id=stop_token_id,
             stop_string=stop_string,
         )

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from common.sampling.params import MAX_END_TOKEN_IDS
 from common.sampling.state import RowStart
-from common.telemetry.stats import SpeculationStats
-from decode_service.schedule.request import Request, SpeculationTally
+from common.telemetry.stats import SpeculationCounts, SpeculationStats
+from decode_service.schedule.request import Request
 from decode_service.speculate.spec_info import SpecInfo
 
 Rows = NDArray[np.int64]
@@ -75,7 +75,7 @@ class RunningRows:
         self.serials[row] = self._num_left[row] = 0
         self._set_num_end_ids(row, 0)
         req.leave_row()
-        self.drafts.tell(row, req.speculation)
+        req.speculation += self.drafts.counts(row)
 
     def row_start(self, req: Request) -> RowStart:
         """Returns what sampling must know when the request enters its row: the request's parameters and its tokens so
@@ -189,16 +189,17 @@ class DraftTallies:
         step[:, accepted_at : accepted_at + num_levels] = is_free & (np.arange(num_levels) < num_accepted[:, None])
         self._table[rows] += step
 
-    def tell(self, row: int, tally: SpeculationTally) -> None:
-        """Adds the figures of pool row `row` to `tally`."""
+    def counts(self, row: int) -> SpeculationCounts:
+        """Returns the figures of pool row `row`, by level down to the deepest one that it drafted."""
         num_verify_steps, num_drafted, num_accepted, num_forced, *parts_s = self._table[row, :_NUM_TOTALS].tolist()
         levels = self._table[row, _NUM_TOTALS:].astype(np.int64).reshape(2, self._max_depth)
-        tally.add(
+        drafted_at, accepted_at = levels[:, levels[0] > 0].tolist()
+        return SpeculationCounts(
             num_verify_steps=int(num_verify_steps),
             num_drafted_tokens=int(num_drafted),
             num_accepted_tokens=int(num_accepted),
             num_forced_tokens=int(num_forced),
-            drafted_at=levels[0].tolist(),
-            accepted_at=levels[1].tolist(),
-            parts_s=dict(zip(_PARTS, parts_s, strict=True)),
+            drafted_at=tuple(drafted_at),
+            accepted_at=tuple(accepted_at),
+            **dict(zip(_PARTS, parts_s, strict=True)),
         )

@@ -87,8 +87,8 @@ def test_what_a_request_did_is_added_up_over_its_stays() -> None:
         rows.drafts.add(row, SpecInfo.chain(2), num_accepted=accepted, num_forced=forced, stats=STATS)
         assert rows.decode(row).size == 1 and rows.decode(row).size == 0, "who decodes first is not told once"
         rows.leave(req)
-    counts = req.speculation.counts()
-    assert counts is not None and (counts.num_verify_steps, counts.num_drafted_tokens) == (4, 8)
+    counts = req.speculation
+    assert (counts.num_verify_steps, counts.num_drafted_tokens) == (4, 8)
     assert (counts.num_accepted_tokens, counts.num_forced_tokens) == (3, 1)
     assert (counts.drafted_at, counts.accepted_at) == ((2, 2), (1, 0)), "forced drafts count by position"
     assert (counts.draft_s, counts.verify_s, counts.extend_s) == (1.0, 2.0, 0.5)
