@@ -347,28 +347,6 @@ class InlineStream(Stream):
         self._check_open()
         run_piece(work, scope, self._scope)
 
-    def enqueue_with_milestones(
-        self,
-        work: MilestoneWork,
-        num_milestones: int,
-        scope: Scope | None = None,
-        on_milestone: OnMilestone | None = None,
-    ) -> Sequence[Event]:
-        """Runs `work` at once and returns one event for each milestone (a point inside the work that it reports).
-
-        Calls `on_milestone`, if given, when `work` reports a milestone. If `work` does not report one, its event is
-        made after `work` has ended. All events are done when this returns.
-        """
-        reached: dict[int, Event] = {}
-
-        def reach(number: int) -> None:
-            event = reached.setdefault(number, self.record(scope))
-            if on_milestone is not None:
-                on_milestone(number, event)
-
-        self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
-        return [reached.get(number) or self.record(scope) for number in range(num_milestones)]
-
     def record(self, scope: Scope | None = None, name: str = "") -> Event:
         self._check_open()
         return InlineEvent(event_name(name, scope or self._scope), failure_of(scope, self._scope))

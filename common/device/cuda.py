@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -32,9 +31,7 @@ from common.device.stream import (
     Graph,
     GraphRecorder,
     GraphWork,
-    MilestoneWork,
     OnEvent,
-    OnMilestone,
     Scope,
     Stream,
     StreamClosed,
@@ -142,23 +139,6 @@ class CudaStream(Stream):
                 return
             with self._timer.timed(piece_name(work), "" if scope is None else scope.name, figures_of(work)):
                 run_piece(work, scope, self._scope, self._failure_for)
-
-    def enqueue_with_milestones(
-        self,
-        work: MilestoneWork,
-        num_milestones: int,
-        scope: Scope | None = None,
-        on_milestone: OnMilestone | None = None,
-    ) -> Sequence[Event]:
-        reached: dict[int, CudaEvent] = {}
-
-        def reach(number: int) -> None:
-            event = reached.setdefault(number, self._record(scope))
-            if on_milestone is not None:
-                on_milestone(number, event)
-
-        self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
-        return [reached.get(number) or self._record(scope) for number in range(num_milestones)]
 
     def record(self, scope: Scope | None = None, name: str = "") -> Event:
         self._check_open()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Generic, Protocol, TypeVar, cast
 
 import torch
@@ -234,10 +235,19 @@ class Stream(Protocol):
         event is done when `work` has ended, failed or been skipped. A failure after a milestone shows in the scope, not
         in the milestone's event.
 
-        On devices that run `work` while it is enqueued, `on_milestone` is called when `work` reports a milestone. There
-        this method returns the events only after `work` has ended; with `on_milestone` the caller can give other
-        streams work earlier.
+        On devices that run `work` while it is enqueued, which this default is for, `on_milestone` is called when `work`
+        reports a milestone. There this method returns the events only after `work` has ended; with `on_milestone` the
+        caller can give other streams work earlier.
         """
+        reached: dict[int, Event] = {}
+
+        def reach(number: int) -> None:
+            event = reached.setdefault(number, self.record(scope))
+            if on_milestone is not None:
+                on_milestone(number, event)
+
+        self.enqueue(partial(work, [partial(reach, number) for number in range(num_milestones)]), scope)
+        return [reached.get(number) or self.record(scope) for number in range(num_milestones)]
 
     def record(self, scope: Scope | None = None, name: str = "") -> Event:
         """Returns an event that is done when all work enqueued so far has run. Errors mention `name` and the scope."""
