@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.errors import request_reasons
@@ -20,7 +20,6 @@ _TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.025, 0.05, 0.075, 0.1, 
 _BATCH_SIZE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 POOL_STATES = ("free", "reserved", "transferring", "running", "quarantined", "cached")
-_ACCEPT_LENGTHS = range(1, 17)
 PHASES = ("queue", "prefill", "transfer", "first_decode")
 _ROLES = ("prefill", "decode")
 ROLE_OUTCOMES = ("changed", "failed")
@@ -210,7 +209,9 @@ class SpeculationMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._levels = OneWriterHistogram("baton_draft_levels", "Tokens ahead that a step drafted.", buckets=range(17))
-        self._accept_lengths = _AcceptLengths()
+        self._accept_lengths = OneWriterHistogram(
+            "baton_accept_length", "Tokens that a step committed of a row.", buckets=range(1, 17)
+        )
         self._parts = {
             part: OneWriterHistogram(f"baton_{part}_seconds", f"{part} of a step.", buckets=_TOKEN_S)
             for part in ("draft", "verify", "extend")
@@ -222,34 +223,11 @@ class SpeculationMetrics:
         if (speculation := stats.speculation) is None:
             return
         self._levels.observe(speculation.num_levels)
-        if speculation.num_levels:
-            self._accept_lengths.add(speculation.accept_lens)
+        if speculation.num_levels:  # one `observe` per row would cost more than the rest of the step
+            for length, num_rows in collections.Counter(speculation.accept_lens).items():
+                self._accept_lengths.observe(length, num_rows)
         for part, histogram in self._parts.items():
             histogram.observe(getattr(speculation, f"{part}_s"))
-
-
-class _AcceptLengths(Collector):
-    """A histogram that observes all rows of a step at once. One `observe` per row would cost more than the rest of the
-    step.
-    """
-
-    def __init__(self) -> None:
-        self._num_rows: collections.Counter[int] = collections.Counter()
-
-    def add(self, accept_lens: Sequence[int]) -> None:
-        self._num_rows.update(accept_lens)
-
-    def collect(self) -> Iterator[Metric]:
-        num_rows = dict(self._num_rows)  # a copy: the engine's thread continues to count
-        buckets = [(str(float(bound)), float(_num_within(num_rows, bound))) for bound in _ACCEPT_LENGTHS]
-        buckets.append(("+Inf", float(sum(num_rows.values()))))
-        family = HistogramMetricFamily("baton_accept_length", "Tokens that a step committed of a row.")
-        family.add_metric([], buckets, sum_value=sum(length * num for length, num in num_rows.items()))
-        yield family
-
-
-def _num_within(num_rows: dict[int, int], bound: int) -> int:
-    return sum(num for length, num in num_rows.items() if length <= bound)
 
 
 class RequestMetrics:
