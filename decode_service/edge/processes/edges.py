@@ -366,8 +366,9 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
                 edge.is_idle.set()
 
     def _submit(self, edge: _EdgeProcess, submit: Submit) -> None:
-        if isinstance(submit.matcher, HeldMatcher):
-            matcher = edge.held.pop(submit.matcher.number, None)
+        sent: object = submit.matcher
+        if isinstance(sent, HeldMatcher):
+            matcher = edge.held.pop(sent.number, None)
             if matcher is None:
                 error = EngineFault(f"the matcher was not used within {HELD_S:g} s")
                 self._give(edge, Failed(submit.request_id, error))

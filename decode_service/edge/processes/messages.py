@@ -10,7 +10,6 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from common.errors import BatonError
-from common.grammar.matcher import Mask, Matcher
 from common.role import Role
 from common.sampling.params import ResolvedSampling
 from common.service.roles import RoleState
@@ -157,26 +156,10 @@ Question = MakeMatcher | ChangeRole | Record | EndRecording
 
 
 @dataclass(frozen=True, slots=True)
-class HeldMatcher(Matcher):
+class HeldMatcher:
     """Stands for a matcher that is in the engine's process."""
 
     number: int
-
-    @property
-    def failure(self) -> str:
-        raise NotImplementedError
-
-    def copy(self) -> Matcher:
-        raise NotImplementedError
-
-    def accept(self, token_id: int) -> bool:
-        raise NotImplementedError
-
-    def fill(self, mask: Mask) -> None:
-        raise NotImplementedError
-
-    def forced(self) -> Sequence[int]:
-        raise NotImplementedError
 
 
 ToEdge = Begin | Listen | EdgeState | Events | AnswerTo | StopAdmitting | FailAll | Stop
