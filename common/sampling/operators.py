@@ -23,7 +23,7 @@ from torch import Tensor
 from common.device.stream import Device
 from common.device.upload import upload_array
 from common.sampling.params import TokenLogprobs
-from common.sampling.state import Ancestors, DrawKernels, SamplingBatch, SamplingState
+from common.sampling.state import Ancestors, SamplingBatch, SamplingState
 
 _DROPPED = float("-inf")
 
@@ -74,7 +74,7 @@ def sample(
     distinct.
     """
     if state.kernels is not None:
-        return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, masks=masks, is_counted=True)
+        return _draw_from(logits, rows, positions, state, batch, None, masks, is_counted=True)
     sampled = draw(logits, rows, positions, state, batch, masks=masks, found=found)
     if batch.penalised.size:
         entries = _index(batch.penalised, logits)
@@ -101,14 +101,12 @@ def draw(
     bit t % 32 of word t // 32 is that of token t. None means that no entry has a mask. `found` is the largest logit of
     each row, or None if it is not known. PyTorch's operators take the tokens from it if `batch.is_greedy`.
     """
-    if state.kernels is not None:
-        return _draw_by_kernels(state.kernels, logits, rows, positions, state, batch, ancestors, masks=masks)
-    if found is not None and batch.is_greedy:
+    if state.kernels is None and found is not None and batch.is_greedy:
         return Sampled(found.token_ids, found.are_not_finite)
-    with torch.inference_mode():  # entered late: entering it costs as much as a small operation
-        return _draw_from(logits, rows, positions, state, batch, ancestors, masks)
+    return _draw_from(logits, rows, positions, state, batch, ancestors, masks)
 
 
+@torch.inference_mode()  # not of `draw`: entering it costs as much as a small operation
 def _draw_from(
     logits: Tensor,
     rows: Tensor,
@@ -117,9 +115,15 @@ def _draw_from(
     batch: SamplingBatch,
     ancestors: Ancestors | None,
     masks: Tensor | None,
+    *,
+    is_counted: bool = False,
 ) -> Sampled:
+    """Draws as `draw` does. Kernels also count the tokens as output if `is_counted`."""
     raw = logits.clone() if batch.with_logprobs.size else logits
     _drop_forbidden(logits, batch, masks)
+    if state.kernels is not None:
+        drawn = state.kernels.draw(logits, rows, positions, state, ancestors, is_counted=is_counted)
+        return _with_logprobs(raw, Sampled(*drawn), batch)
     shaped = shape_logits(logits, rows, positions, state, batch, ancestors)
     token_ids = largest(shaped)
     is_invalid = _are_not_finite(shaped, token_ids)  # on the largest logit, before top_p, which would hide a NaN
@@ -127,25 +131,6 @@ def _draw_from(
         entries = _index(batch.sampled, logits)
         token_ids[entries] = _draw(shaped, entries, rows, positions, state, batch)
     return _with_logprobs(raw, Sampled(token_ids, is_invalid), batch)
-
-
-@torch.inference_mode()
-def _draw_by_kernels(
-    kernels: DrawKernels,
-    logits: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    state: SamplingState,
-    batch: SamplingBatch,
-    ancestors: Ancestors | None = None,
-    *,
-    masks: Tensor | None = None,
-    is_counted: bool = False,
-) -> Sampled:
-    raw = logits.clone() if batch.with_logprobs.size else logits
-    _drop_forbidden(logits, batch, masks)
-    drawn = kernels.draw(logits, rows, positions, state, ancestors, is_counted=is_counted)
-    return _with_logprobs(raw, Sampled(*drawn), batch)
 
 
 def _drop_forbidden(logits: Tensor, batch: SamplingBatch, masks: Tensor | None) -> None:
