@@ -173,7 +173,7 @@ class Sampler:
 
     async def close(self) -> None:
         await asyncio.gather(self._services.close(), self._decode.close())
-        await self._scraper.close()
+        await self._scraper.aclose()
 
 
 INTERVAL_S = 2.0

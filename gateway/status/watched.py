@@ -7,8 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import httpx2
 
@@ -202,16 +201,8 @@ class Scraper:
                     raise ScrapeFailed(f"more than {MAX_BYTES} bytes")
         return body.decode()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._client.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 def _cause_of(error: httpx2.ConnectError) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,20 +271,20 @@ OK = b"HTTP/1.1 200 OK\r\n\r\n"
     ],
 )
 async def test_what_is_not_metrics_is_refused_with_the_reason(answer: bytes, reason: str) -> None:
-    async with answering(answer) as address, Scraper(timeout_s=5) as scraper:
+    async with answering(answer) as address, aclosing(Scraper(timeout_s=5)) as scraper:
         with pytest.raises(ScrapeFailed, match=reason):
             await scraper.scrape(address)
 
 
 async def test_a_target_that_never_ends_its_answer_is_left() -> None:
-    async with answering(OK + b"baton_rows 1\n", ends=False) as address, Scraper(timeout_s=0.05) as scraper:
+    async with answering(OK + b"baton_rows 1\n", ends=False) as address, aclosing(Scraper(timeout_s=0.05)) as scraper:
         with pytest.raises(ScrapeFailed, match=r"no whole answer within 0\.05 s"):
             await scraper.scrape(address)
 
 
 async def test_an_endpoint_of_somebody_else_is_no_service() -> None:
     with MetricsServer("127.0.0.1:0", CollectorRegistry()) as server:
-        async with Scraper(timeout_s=5) as scraper:
+        async with aclosing(Scraper(timeout_s=5)) as scraper:
             with pytest.raises(ScrapeFailed, match="no metric begins"):
                 await scraper.scrape(f"127.0.0.1:{server.port}")
 
@@ -294,7 +294,10 @@ async def test_an_endpoint_that_wants_a_token_is_shown_it() -> None:
     EngineMetrics(registry).watch(lambda: IDLE, is_ready=lambda: True)
     with MetricsServer("127.0.0.1:0", registry, tokens=("some-long-token",)) as server:
         address = f"127.0.0.1:{server.port}"
-        async with Scraper(timeout_s=5) as stranger, Scraper(timeout_s=5, token="some-long-token") as known:
+        async with (
+            aclosing(Scraper(timeout_s=5)) as stranger,
+            aclosing(Scraper(timeout_s=5, token="some-long-token")) as known,
+        ):
             with pytest.raises(ScrapeFailed, match="answered 401"):
                 await stranger.scrape(address)
             await known.scrape(address)
