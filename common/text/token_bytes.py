@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -20,7 +22,7 @@ class TokenBytes:
         stages = _decoder_stages(backend)
         self._backend = backend
         self._special_ids = special_ids
-        self._byte_of_char = _byte_of_char() if "ByteLevel" in stages else {}
+        self._byte_of_char = {char: byte for byte, char in bytes_to_unicode().items()} if "ByteLevel" in stages else {}
         self._byte_of = _byte_fallback(backend) if "ByteFallback" in stages else {}
         pieces = backend.get_vocab(with_added_tokens=True)
         self.longest = max(map(self._num_bytes_at_most, pieces), default=0)
@@ -90,13 +92,3 @@ def _byte_fallback(backend: Any) -> dict[int, int]:
     vocabulary = backend.get_vocab(with_added_tokens=True)
     matches = ((_BYTE_TOKEN.fullmatch(token), token_id) for token, token_id in vocabulary.items())
     return {token_id: int(match[1], 16) for match, token_id in matches if match is not None}
-
-
-def _byte_of_char() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level vocabulary stands for.
-
-    Such vocabularies write printable Latin-1 characters as they are, and the other bytes, in order, from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
