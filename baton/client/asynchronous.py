@@ -52,6 +52,7 @@ class AsyncEventStream(AsyncIterator[Event]):
         self._metadata = trace_metadata()
         self._is_closed = asyncio.Event()
         self._server: Server | None = None  # of the last call
+        self._avoided: set[Server] = set()  # those tried, until all are or one accepts the request
         self._opening = Opening(self._beginnings)  # of the last call
         self._call: Any = None  # None until a server is ready
         self._has_answered = False  # the last call's server
@@ -88,6 +89,7 @@ class AsyncEventStream(AsyncIterator[Event]):
                         break
                     if self._server is not None and message.HasField("started"):
                         self._servers.note_accepted(self._server, self._opening)
+                        self._avoided.clear()
                     if (event := self._generation.accept(message)) is not None:
                         return event
                     continue
@@ -111,8 +113,9 @@ class AsyncEventStream(AsyncIterator[Event]):
         may.
         """
         if not self._is_closed.is_set():
+            is_another_ready = self._server is not None and self._servers.avoid(self._server, self._avoided)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._generation.pause_s_after(error)):
+                async with asyncio.timeout(self._generation.pause_s_after(error, is_another_ready=is_another_ready)):
                     await self._is_closed.wait()
         if self._is_closed.is_set():
             raise Cancelled("the stream was closed")
@@ -130,7 +133,7 @@ class AsyncEventStream(AsyncIterator[Event]):
     async def _open_call_when_ready(self) -> None:
         server = await self._servers.take_when_ready(
             self._beginnings,
-            avoided=self._server,
+            avoided=self._avoided,
             common=self._common,
             timeout_s=self._generation.remaining_s,
             max_wait_s=self._generation.begin_wait(),

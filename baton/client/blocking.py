@@ -51,6 +51,7 @@ class EventStream(Iterator[Event]):
         self._metadata = trace_metadata()
         self._is_closed = threading.Event()
         self._server: Server | None = None  # of the last call
+        self._avoided: set[Server] = set()  # those tried, until all are or one accepts the request
         self._opening = Opening(self._beginnings)  # of the last call
         self._call: Any = None  # None until a server is ready; cancels itself when it is garbage-collected
         self._has_answered = False  # the last call's server
@@ -92,6 +93,7 @@ class EventStream(Iterator[Event]):
             else:
                 if self._server is not None and message.HasField("started"):
                     self._servers.note_accepted(self._server, self._opening)
+                    self._avoided.clear()
                 return message
             if self._generation.has_finished:  # all events have come, and only the call's own status is lost
                 raise StopIteration
@@ -109,7 +111,10 @@ class EventStream(Iterator[Event]):
         """Waits until another call may follow the one that `error` broke. Raises the error that ends the stream if none
         may.
         """
-        if self._is_closed.is_set() or self._is_closed.wait(self._generation.pause_s_after(error)):
+        if not self._is_closed.is_set():
+            is_another_ready = self._server is not None and self._servers.avoid(self._server, self._avoided)
+            self._is_closed.wait(self._generation.pause_s_after(error, is_another_ready=is_another_ready))
+        if self._is_closed.is_set():
             raise Cancelled("the stream was closed")
         self._call = None
 
@@ -131,7 +136,7 @@ class EventStream(Iterator[Event]):
     def _open_call_when_ready(self) -> None:
         server = self._servers.take_when_ready(
             self._beginnings,
-            avoided=self._server,
+            avoided=self._avoided,
             common=self._common,
             timeout_s=self._generation.remaining_s,
             max_wait_s=self._generation.begin_wait(),

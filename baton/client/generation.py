@@ -8,6 +8,7 @@ call 2:                           (Started)  Delta  Finished
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -96,8 +97,9 @@ class Generation:
 
     A new call follows UNAVAILABLE, and CANCELLED without an ErrorInfo reason. After one break, a new call also follows
     refusals that the break may have caused: the queue is full, or the server that lost the connection still holds the
-    request id. If both `resume_timeout_s` and `admission_timeout_s` are set, a request refused because the queue is
-    full is sent again at the time that the server named, if that is within `admission_timeout_s`.
+    request id. A request that is refused because the queue is full goes at once to another server that is ready and has
+    not been tried yet. If there is none, and both `resume_timeout_s` and `admission_timeout_s` are set, the request is
+    sent again at the earliest time that a server named, if that is within `admission_timeout_s`.
 
     If a stream has grown too long for one server's context, another server's may be large enough. The stream ends with
     Unavailable if no such server is found in time.
@@ -131,6 +133,7 @@ class Generation:
         self._waiting_since_s: float | None = None  # for a server, or for its answer to a call
         self._was_admitted_again = False  # by the current call's server
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
+        self._told_at_s = math.inf  # the earliest time that a full server named, since the last pause for one
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
@@ -222,13 +225,15 @@ class Generation:
         """Must be called when a call has ended without an error status. Raises Internal if Finished is missing."""
         self._order.end()
 
-    def pause_s_after(self, error: BatonError) -> float:
-        """Returns how long to wait before `next_call`, in seconds. Raises an error if no call follows: `error`,
-        DeadlineExceeded if the timeout leaves no time, or Unavailable if no server has a large enough context.
+    def pause_s_after(self, error: BatonError, *, is_another_ready: bool = False) -> float:
+        """Returns how long to wait before `next_call`, in seconds. `is_another_ready` says whether a server is ready
+        that has not been tried yet. Raises an error if no call follows: `error`, DeadlineExceeded if the timeout leaves
+        no time, or Unavailable if no server has a large enough context.
         """
         limit_s = self._limit_s
+        goes_elsewhere = is_another_ready and self._started is None and error.reason == _QUEUE_FULL
         told_s = self._told_s(error)
-        if limit_s is None or (told_s is None and not self._may_pass(error)):
+        if limit_s is None or (told_s is None and not goes_elsewhere and not self._may_pass(error)):
             raise error
         now_s = self._clock()
         if self._was_admitted_again and error.reason != _NO_PREFILL:
@@ -236,8 +241,14 @@ class Generation:
         self._was_admitted_again = False
         if self._broken_since_s is None:
             self._broken_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
-        pause_s = self._pause_s() if told_s is None else told_s
-        self._num_breaks += 1
+        if told_s is not None:
+            self._told_at_s = min(self._told_at_s, now_s + told_s)
+        if goes_elsewhere:
+            pause_s = 0.0
+        else:
+            pause_s = self._pause_s() if told_s is None else max(0.0, self._told_at_s - now_s)
+            self._told_at_s = math.inf
+            self._num_breaks += 1
         if now_s + pause_s - self._broken_since_s > limit_s or self._num_breaks > MAX_BREAKS:
             if isinstance(error, InvalidArgument):
                 raise Unavailable(f"no server was found whose context holds what this stream has: {error}") from error

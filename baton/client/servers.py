@@ -3,7 +3,7 @@
 Each server has a channel of its own. gRPC asks the server for its health all the time, and the channel is READY only
 while the server is ready to serve. Among the ready servers the choice is:
 
-1. not the one that broke or refused this generation's last call, nor one that just now broke or refused any call or
+1. not one where a call for this request has just failed (`avoid`), nor one that just now broke or refused any call or
    left it unanswered, if there is another;
 2. the one that serves another choice (another output) of the same prompt (`CommonServer`), however many open calls it
    has;
@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -236,14 +236,14 @@ class Servers(ABC):
         self,
         beginnings: Beginnings = NO_BEGINNINGS,
         *,
-        avoided: Server | None = None,
+        avoided: Collection[Server] = (),
         common: CommonServer | None = None,
         wait: Wait | None = None,
     ) -> Server | None:
         """Chooses the server of a call and counts the call as open there, until `give_back`.
 
         Later calls with the same `beginnings` prefer this server, until this call ends without having been accepted.
-        `common`, if given, is set to the chosen server. `avoided` is chosen only if there is no other.
+        `common`, if given, is set to the chosen server. Those in `avoided` are chosen only if there is no other.
 
         Returns None if no server is ready but one may soon be; the caller then waits for a change. `wait` bounds all
         waiting of the call; None means that it has not waited yet. If no server is ready or expected to be, or the
@@ -281,6 +281,19 @@ class Servers(ABC):
             server.last_chosen = self._num_chosen
             server.num_open += 1
             return server
+
+    def avoid(self, server: Server, avoided: set[Server]) -> bool:
+        """Adds a server where a call has failed to those that the next call of the same request avoids.
+
+        Returns whether another one is ready. If none is, all have been tried, and `avoided` is emptied.
+        """
+        with self._changed:
+            avoided.add(server)
+            others = [] if self._is_closed else [each for each in self._servers.values() if each not in avoided]
+            if any(self._state(each) is _READY for each in others):
+                return True
+            avoided.clear()
+            return False
 
     def give_back(self, server: Server, opening: Opening | None = None) -> None:
         """Must be called when a call has ended for which `take` returned `server`.
@@ -338,10 +351,10 @@ class Servers(ABC):
         self,
         beginnings: Beginnings,
         servers: Sequence[Server],
-        avoided: Server | None,
+        avoided: Collection[Server],
         common: CommonServer | None,
     ) -> Server:
-        others = [each for each in servers if each is not avoided] or servers
+        others = [each for each in servers if each not in avoided] or servers
         now_s = self._clock()
         candidates = {each.target: each for each in [each for each in others if each.failed_until_s <= now_s] or others}
         shared = None if common is None else common.server
@@ -425,7 +438,7 @@ class BlockingServers(Servers):
         self,
         beginnings: Beginnings = NO_BEGINNINGS,
         *,
-        avoided: Server | None = None,
+        avoided: Collection[Server] = (),
         common: CommonServer | None = None,
         timeout_s: float | None,
         max_wait_s: float | None = None,
@@ -517,7 +530,7 @@ class AsyncServers(Servers):
         self,
         beginnings: Beginnings = NO_BEGINNINGS,
         *,
-        avoided: Server | None = None,
+        avoided: Collection[Server] = (),
         common: CommonServer | None = None,
         timeout_s: float | None,
         max_wait_s: float | None = None,

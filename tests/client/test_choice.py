@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import queue
 import re
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -54,7 +55,13 @@ WAKE_BOUND_S = 2.5
 LOOK_UP_TIMEOUT_S, which is longer.
 """
 LOST = failure(code_pb2.UNAVAILABLE, "Socket closed")
-FULL = failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s="0")
+
+
+def full(retry_after_s: str) -> Any:
+    return failure(code_pb2.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s=retry_after_s)
+
+
+FULL = full("0")
 
 
 @pytest.fixture
@@ -97,7 +104,7 @@ def set_ready(server: ScriptedServer, is_ready: bool) -> None:
 def take(
     servers: BlockingServers,
     *turns: tuple[str, str],
-    avoided: Server | None = None,
+    avoided: Collection[Server] = (),
     common: CommonServer | None = None,
     **fields: Any,
 ) -> Server:
@@ -149,11 +156,27 @@ def test_the_server_of_the_last_call_is_avoided_if_another_is_ready(
     scripted: list[ScriptedServer], servers: BlockingServers
 ) -> None:
     home = asked(servers, *conversation(0))
-    assert give_back(servers, take(servers, *conversation(0), avoided=home)) is not home
+    assert give_back(servers, take(servers, *conversation(0), avoided={home})) is not home
     for server in scripted:
         set_ready(server, server.address in home.target)
     wait_until(lambda: {asked(servers) for _ in range(NUM_SERVERS)} == {home})
-    assert take(servers, *conversation(0), avoided=home) is home
+    assert take(servers, *conversation(0), avoided={home}) is home
+
+
+def test_a_request_is_tried_once_at_each_server_before_it_comes_to_one_again(servers: BlockingServers) -> None:
+    full = errors.ResourceExhausted("full", reason="QUEUE_FULL")
+    for server in [asked(servers) for _ in range(NUM_SERVERS)]:
+        servers.note_failed(server, full)
+    take(servers)  # has more open calls than the others, which all have failed too
+    tried: list[tuple[Server, bool]] = []
+    avoided: set[Server] = set()
+    for _ in range(NUM_SERVERS):
+        server = give_back(servers, take(servers, avoided=avoided))
+        servers.note_failed(server, full)
+        tried.append((server, servers.avoid(server, avoided)))
+    assert len({server for server, _ in tried}) == NUM_SERVERS
+    assert [is_another_ready for _, is_another_ready in tried] == [True] * (NUM_SERVERS - 1) + [False]
+    assert not avoided
 
 
 OpenClient = Callable[..., EitherClient]
@@ -217,19 +240,43 @@ async def test_a_conversation_goes_on_elsewhere_while_its_server_stops_and_the_s
     assert await served_by(client, *conversation(0)) == moved_to
 
 
-@pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])
-async def test_a_generation_does_not_go_back_to_the_server_that_broke_or_refused_its_call(
+@pytest.mark.parametrize("broken_by", [LOST, FULL, full("2"), full("7")], ids=["lost", "full", "full-2", "full-7"])
+async def test_a_generation_goes_at_once_from_the_server_that_broke_or_refused_its_call_to_another(
     scripted: list[ScriptedServer], open_client: OpenClient, broken_by: Any
 ) -> None:
     """The server is still ready, and has the conversation's beginning."""
-    client = open_client(addresses(scripted[:2]), resume=True, admission_timeout_s=BOUND_S)
+    client = open_client(addresses(scripted[:2]), resume=True, admission_timeout_s=5.0)
     await until_all_are_used(client, 2)
     for _ in range(3):
         home = await served_by(client, *conversation(0))
         server = next(each for each in scripted if each.address == home)
         server.inference.scripts.append([broken_by])
+        began_s = time.monotonic()
         assert await served_by(client, *conversation(0)) != home
+        assert time.monotonic() - began_s < 2.0
         assert not server.inference.scripts
+
+
+@pytest.mark.parametrize(("told", "num_calls"), [("77", 2), ("11", 4), ("17", 4), ("71", 4)])
+async def test_where_all_servers_are_full_the_request_comes_again_at_the_earliest_time_that_one_named(
+    scripted: list[ScriptedServer], open_client: OpenClient, told: str, num_calls: int
+) -> None:
+    client = open_client(addresses(scripted[:2]), resume=True, admission_timeout_s=1.9)
+    await until_all_are_used(client, 2)
+    seconds, calls = itertools.cycle(told), []
+    for server in scripted[:2]:
+
+        def refuse(_: Any, address: str = server.address) -> list[Any]:
+            calls.append(address)
+            return [full(next(seconds))]
+
+        server.inference.script = refuse
+    began_s = time.monotonic()
+    with pytest.raises(errors.ResourceExhausted) as refusal:
+        await served_by(client, QUESTION)
+    assert refusal.value.metadata["retry_after_s"] == told[1]
+    assert (len(calls), len({*calls[:2]}), len({*calls[-2:]})) == (num_calls, 2, 2)
+    assert num_calls == 2 or time.monotonic() - began_s >= 1.0
 
 
 @pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])
@@ -282,7 +329,7 @@ def test_the_end_of_an_accepted_call_forgets_no_other_that_asks(servers: Blockin
     assert accepted is asking
     opening = Opening(beginnings)
     servers.note_accepted(accepted, opening)
-    take(servers, *conversation(0), avoided=asking)
+    take(servers, *conversation(0), avoided={asking})
     servers.give_back(accepted, opening)
     assert servers.take_when_ready(beginnings, timeout_s=BOUND_S) is asking
 
