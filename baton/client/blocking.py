@@ -13,11 +13,11 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from baton.client.channel import ChannelOptions, Tls, trace_metadata
-from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
+from baton.client.generation import QUEUE_FULL, CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
 from baton.client.interrupts import uninterrupted
 from baton.client.servers import ANSWER_TIMEOUT_S, NOT_ONE_ANSWER, BlockingServers, CommonServer, Opening, Server
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
-from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
 from baton.requests import (
     ChatOptions,
@@ -327,24 +327,29 @@ class Client:
 
     @uninterrupted
     def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
-        """Calls a method of a server, and returns its answer. If the server sends no head of an answer in time, another
-        one is asked. Raises BatonError.
+        """Calls a method of a server, and returns its answer. If the server is full, cannot be reached or sends no head
+        of an answer in time, another one is asked. Raises BatonError.
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
-        server: Server | None = None
+        avoided: set[Server] = set()
         hung: dict[Server, Unavailable] = {}
         while True:
             left_s = max(0.0, give_up_s - time.monotonic())
-            server = self._servers.take_when_ready(avoided=server, timeout_s=left_s)
+            server = self._servers.take_when_ready(avoided=avoided, timeout_s=left_s)
             left_s = max(0.0, give_up_s - time.monotonic())
             try:
                 call = method_of(server)(request, timeout=left_s)
                 if left_s <= ANSWER_TIMEOUT_S or _answers(call, ANSWER_TIMEOUT_S):
                     return _only_answer(call)
                 hung[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
-            except grpc.RpcError as error:
-                is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                raise hung[server] if is_late and server in hung else error_from_rpc(error) from None
+                self._servers.avoid(server, avoided)
+            except grpc.RpcError as failure:
+                error = error_from_rpc(failure)
+                self._servers.note_failed(server, error)
+                may_pass = isinstance(error, Unavailable) or error.reason == QUEUE_FULL
+                if not may_pass or not self._servers.avoid(server, avoided):
+                    is_late = isinstance(error, DeadlineExceeded)
+                    raise hung[server] if is_late and server in hung else error from None
             finally:
                 self._servers.give_back(server)
 

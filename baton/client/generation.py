@@ -56,7 +56,7 @@ It spreads out clients that were told to retry in the same second. The server re
 """
 MAX_BREAKS = 40
 """How many calls in a row may break without output. The bound stops a request that crashes each server it reaches."""
-_QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
+QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 _NO_PREFILL = "NO_PREFILL"
 
@@ -231,7 +231,7 @@ class Generation:
         no time, or Unavailable if no server has a large enough context.
         """
         limit_s = self._limit_s
-        goes_elsewhere = is_another_ready and self._started is None and error.reason == _QUEUE_FULL
+        goes_elsewhere = is_another_ready and self._started is None and error.reason == QUEUE_FULL
         told_s = self._told_s(error)
         if limit_s is None or (told_s is None and not goes_elsewhere and not self._may_pass(error)):
             raise error
@@ -278,7 +278,7 @@ class Generation:
 
         Returns None if the error has no such time, or if this generation does not wait for admission.
         """
-        if not self._waits_for_a_place or self._started is not None or error.reason != _QUEUE_FULL:
+        if not self._waits_for_a_place or self._started is not None or error.reason != QUEUE_FULL:
             return None
         told_s = error.metadata.get(_RETRY_AFTER_S, "")
         return float(told_s) + TOLD_SPREAD_S * self._jitter() if told_s.isdecimal() else None
@@ -294,7 +294,7 @@ class Generation:
             case InvalidArgument():
                 return self._num_breaks > 0 and self._started is not None and error.reason == _CONTEXT_EXCEEDED
             case ResourceExhausted():
-                return self._num_breaks > 0 and error.reason == _QUEUE_FULL
+                return self._num_breaks > 0 and error.reason == QUEUE_FULL
             case _:
                 return False
 

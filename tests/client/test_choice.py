@@ -498,6 +498,21 @@ async def test_a_server_that_hangs_is_passed_over(scripted: list[ScriptedServer]
     assert hung.inference.unanswered.empty()
 
 
+@pytest.mark.parametrize("refusal", [LOST, FULL], ids=["lost", "full"])
+async def test_a_small_call_that_a_server_refuses_goes_to_another(
+    scripted: list[ScriptedServer], open_client: OpenClient, refusal: Any
+) -> None:
+    client = open_client(addresses(scripted))
+    await until_all_are_used(client)
+    for server in scripted[:2]:
+        server.inference.refusal = refusal
+    for _ in range(2 * NUM_SERVERS):
+        assert (await client.call("tokenize", "Hi")).token_ids == (1,)
+    scripted[2].inference.refusal = refusal
+    with pytest.raises((errors.Unavailable, errors.ResourceExhausted)):
+        await client.call("tokenize", "Hi")
+
+
 async def test_a_server_that_works_for_long_is_not_one_that_hangs(
     server: ScriptedServer, open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
