@@ -77,7 +77,9 @@ class AsyncEventStream(AsyncIterator[Event]):
                     message = await whole_read(self._call.read())
                 except asyncio.CancelledError:
                     self._cancel_call()
-                    raise
+                    if _is_task_cancelled():
+                        raise
+                    raise Cancelled("the stream was closed") from None
                 except grpc.RpcError as failure:
                     error = error_from_rpc(failure)
                     if self._server is not None and not self._is_closed.is_set():
@@ -315,6 +317,10 @@ class AsyncClient:
                     return await _only_answer(call)
                 hung[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
                 self._servers.avoid(server, avoided)
+            except asyncio.CancelledError:
+                if _is_task_cancelled():
+                    raise
+                raise Cancelled("the client is closed") from None
             except grpc.RpcError as failure:
                 error = error_from_rpc(failure)
                 self._servers.note_failed(server, error)
@@ -332,6 +338,14 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _is_task_cancelled() -> bool:
+    """Returns whether a CancelledError cancels the current task. (grpc.aio also raises it for a call that was cancelled
+    here, such as by closing its stream or client.)
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 async def _answers(call: Any, timeout_s: float) -> bool:

@@ -530,6 +530,20 @@ async def test_a_small_call_that_is_cancelled_ends_at_the_server_too(server: Scr
         await asyncio.to_thread(server.inference.is_tokenizing.wait, BOUND_S)
         asked.cancel()
         await asyncio.to_thread(server.inference.ended_calls.get, timeout=BOUND_S / 2)
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+
+async def test_closing_a_client_is_an_error_for_its_small_calls(
+    server: ScriptedServer, open_client: OpenClient
+) -> None:
+    server.inference.tokenizing_s = BOUND_S
+    client = open_client(server.address)
+    asked = asyncio.create_task(client.call("tokenize", "Hi"))
+    await asyncio.to_thread(server.inference.is_tokenizing.wait, BOUND_S)
+    await client.close()
+    with pytest.raises(errors.Cancelled):
+        await asked
 
 
 @pytest.mark.parametrize("call", ["complete", "load"])

@@ -468,6 +468,21 @@ async def test_closing_the_async_stream_cancels_the_call(server: ScriptedServer,
     assert server.inference.call_ended.wait(BOUND_S)
 
 
+@pytest.mark.parametrize("is_reading", [False, True])
+async def test_reading_a_closed_async_stream_is_an_error_and_does_not_cancel_the_reader(
+    server: ScriptedServer, async_client: AsyncClient, is_reading: bool
+) -> None:
+    server.inference.script = [started(), server.inference.HOLD]
+    events = async_client.generate("Hi")
+    await anext(events)
+    if is_reading:
+        reading = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+    await events.aclose()
+    with pytest.raises(errors.Cancelled, match="the stream was closed"):
+        await asyncio.wait_for(reading if is_reading else anext(events), BOUND_S)
+
+
 async def test_breaking_out_of_the_async_stream_cancels_the_call(
     server: ScriptedServer, async_client: AsyncClient
 ) -> None:
