@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ KEEPALIVE_TIME_S = 20
 KEEPALIVE_TIMEOUT_S = 10
 INITIAL_RECONNECT_S = 0.1
 MAX_RECONNECT_S = 1.0
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _W3C = TraceContextTextMapPropagator()
 
 ChannelOptions = Mapping[str, int | str]
@@ -153,11 +153,10 @@ def parse_target(address: str, tls: Tls | None) -> ServerTarget:
         return ServerTarget((single_server(address),), is_single=True)
     _require_server_name(tls)
     servers = [_host_and_port(part) for part in address.split(",")]
-    for family in _FAMILIES:
-        found = [target for host, port in servers if (target := _look_up(host, port, family))]
-        if found:
-            return ServerTarget(tuple(dict.fromkeys(found)))
-    raise Unavailable(f"{address}: none of these is known")
+    found = [target for host, port in servers if (target := _look_up(host, port))]
+    if not found:
+        raise Unavailable(f"{address}: none of these is known")
+    return ServerTarget(tuple(dict.fromkeys(found)))
 
 
 def single_server(address: str) -> str:
@@ -184,13 +183,16 @@ def _require_server_name(tls: Tls | None) -> None:
         )
 
 
-def _look_up(host: str, port: int, family: socket.AddressFamily) -> str:
-    """Looks up `host` and returns gRPC's target for its first address, or "" if there is none."""
-    try:
-        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError):  # UnicodeError: a label of the name is empty or too long
-        return ""
-    return numeric_target(address_of(str(found[0][4][0]), port))
+def _look_up(host: str, port: int) -> str:
+    """Looks up `host` and returns gRPC's target for its first IPv4 address, else for its first IPv6 address.
+
+    Returns "" if the host has neither.
+    """
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(socket.gaierror, UnicodeError):  # UnicodeError: a label of the name is empty or too long
+            found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+            return numeric_target(address_of(str(found[0][4][0]), port))
+    return ""
 
 
 _Metadata = tuple[tuple[str, str], ...]

@@ -45,6 +45,7 @@ def test_a_single_server_answers_for_itself_though_it_is_not_ready(server: Scrip
 def test_the_hosts_of_a_list_are_looked_up() -> None:
     assert parse_target("localhost:1,127.0.0.1:2", None).addresses == ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2")
     assert parse_target("[::1]:1,[::1]:2", None).addresses == ("ipv6:[::1]:1", "ipv6:[::1]:2")
+    assert parse_target("[::1]:1,127.0.0.1:2", None).addresses == ("ipv6:[::1]:1", "ipv4:127.0.0.1:2")
     assert parse_target("127.0.0.1:1,gone.invalid:2,a..b:3", None).addresses == ("ipv4:127.0.0.1:1",)
     assert parse_target("localhost:1,127.0.0.1:1", None).addresses == ("ipv4:127.0.0.1:1",)
 
