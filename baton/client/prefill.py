@@ -10,6 +10,7 @@ from typing import Self
 import grpc
 
 from baton.client.channel import ChannelOptions, Tls, authorized, channel_options, single_server
+from baton.client.generation import bounded_s
 from baton.client.interrupts import uninterrupted
 from baton.codec import prefill_load_from_wire
 from baton.errors import error_from_rpc
@@ -32,7 +33,7 @@ class PrefillClient:
         channel_overrides: ChannelOptions | None = None,
     ) -> None:
         self.address = address
-        self._rpc_timeout_s = rpc_timeout_s
+        self._rpc_timeout_s = bounded_s("rpc_timeout_s", rpc_timeout_s)
         target, options = single_server(address), channel_options(tls, channel_overrides)
         self._channel = (
             grpc.insecure_channel(target, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, assert_type
 
 import pydantic
@@ -26,6 +27,7 @@ from baton import (
     ToolChoice,
     errors,
 )
+from baton.client import PrefillClient
 from baton.events import PositionLogprobs, PromptLogprobs, PromptToken, TokenLogprob, Usage
 from baton.v1 import inference_pb2, types_pb2
 from tests.client.either_client import EitherClient
@@ -420,19 +422,22 @@ async def test_a_refusal_is_in_words_of_its_own(either: EitherClient, options: d
     assert str(caught.value).startswith(words)
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("kind", [partial(Client, resume=True), partial(AsyncClient, resume=True), PrefillClient])
 @pytest.mark.parametrize(
     ("field", "seconds"), [("rpc_timeout_s", None), ("resume_timeout_s", "x"), ("admission_timeout_s", float("nan"))]
 )
 async def test_a_timeout_of_a_client_is_refused_by_name(kind: Any, field: str, seconds: Any) -> None:
+    field = "rpc_timeout_s" if kind is PrefillClient else field  # it has no other
     with pytest.raises(errors.InvalidArgument, match=f"^{field}: .* is no number of seconds"):
-        kind("127.0.0.1:1", resume=True, **{field: seconds})
+        kind("127.0.0.1:1", **{field: seconds})
 
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), 1e12, 10**400])
 async def test_a_timeout_without_an_end_is_none(server: ScriptedServer, either: EitherClient, timeout_s: float) -> None:
     server.inference.script = [started(), finished()]
     await either.complete("Hi", timeout_s=timeout_s)
+    with PrefillClient(server.address, rpc_timeout_s=timeout_s) as prefill, pytest.raises(errors.Unimplemented):
+        prefill.load()
 
 
 async def test_an_option_that_does_not_exist_is_a_type_error(either: EitherClient) -> None:
