@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.errors import invalid
+from gateway.errors import invalid, not_served
 from gateway.grammar_fields import StrictFields
 
 Verbosity = Literal["low", "medium", "high"]
@@ -161,6 +161,14 @@ class ReasoningFields(StrictFields):
             limit_wish("reasoning.max_tokens", options.max_tokens),
             thinking_wish(self.thinking),
         )
+
+    def wishes_of_text(self, *others: ReasoningWish) -> tuple[ReasoningWish, ...]:
+        """Returns what `wishes` does, for a prompt that is no chat. Raises ApiError also for a variable of the chat
+        template that says nothing about reasoning.
+        """
+        if not {*TEMPLATE_VARIABLES}.issuperset(self.chat_template_kwargs or {}):
+            raise not_served("chat_template_kwargs", "a prompt that is no chat has no template")
+        return self.wishes(*others)
 
 
 def wishes_of(kwargs: Mapping[str, Any] | None, *wishes: ReasoningWish) -> tuple[ReasoningWish, ...]:

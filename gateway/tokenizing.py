@@ -10,12 +10,13 @@ from starlette.types import Receive, Send
 
 from baton import AsyncClient
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
-from gateway.apis.chat import ChatMessages, TemplateFields, chat_prompt
+from gateway.apis.chat import ChatMessages, TemplateFields, chat_params, chat_prompt
 from gateway.apis.messages import ConversationFields, conversation_prompt
 from gateway.errors import api_error_of, invalid
 from gateway.fields import RequestFields, parse_fields
 from gateway.open_requests import OpenRequest
 from gateway.post_endpoint import PostEndpoint, PostParts, unless_left
+from gateway.reasoning import Effort, ReasoningFields, effort_wish
 from gateway.request_record import HttpRecord
 from gateway.sending import JsonResponse
 from gateway.served_model import ModelCard
@@ -23,12 +24,18 @@ from gateway.served_model import ModelCard
 AnswerT = TypeVar("AnswerT")
 
 
-class TokenizeFields(TemplateFields):
+class TextFields(ReasoningFields, RequestFields):
+    """The fields that go with `prompt`. What they say of reasoning means nothing, because the prompt is no chat."""
+
     model: str | None = None
     prompt: str | None = None
-    messages: ChatMessages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
+    reasoning_effort: Effort | None = None
+
+
+class TokenizeFields(TextFields, TemplateFields):
+    messages: ChatMessages | None = None
 
 
 class DetokenizeFields(RequestFields):
@@ -57,7 +64,7 @@ class TokenizingEndpoint(PostEndpoint):
             try:
                 answer = await unless_left(receive, self._answer_of(body, card, record))
             except BatonError as error:
-                raise api_error_of(error, {"chat": "messages", "token_ids": "tokens"}) from None
+                raise api_error_of(error, {"token_ids": "tokens"}) from None
         await JsonResponse(answer).send_to(send)
 
 
@@ -74,14 +81,23 @@ class Tokenizing:
         if (fields.prompt is None) == (fields.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         source: dict[str, Any] = {"prompt": fields.prompt}
-        if fields.messages is not None:
-            prompt = chat_prompt(fields.messages, fields).served_by(card, record.ignored)
-            source = prompt.arguments
-        tokenized = await _answer_of(
-            self._client.tokenize(
-                **source, add_special_tokens=fields.add_special_tokens, with_pieces=fields.return_token_strs
+        params: dict[str, str] = {}
+        if fields.messages is None:
+            text = parse_fields(body, TextFields)  # refuses what only chats have
+            wishes = text.wishes_of_text(effort_wish("reasoning_effort", text.reasoning_effort))
+            record.ignored += sorted(wish.field for wish in wishes)
+        else:
+            prompt = chat_prompt(fields.messages, fields)
+            params = chat_params(prompt)
+            source = prompt.served_by(card, record.ignored).arguments
+        try:
+            tokenized = await _answer_of(
+                self._client.tokenize(
+                    **source, add_special_tokens=fields.add_special_tokens, with_pieces=fields.return_token_strs
+                )
             )
-        )
+        except BatonError as error:
+            raise api_error_of(error, params) from None
         return {
             "count": len(tokenized.token_ids),
             "max_model_len": card.max_context_tokens,

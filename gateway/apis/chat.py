@@ -205,6 +205,16 @@ def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> C
     )
 
 
+def chat_params(prompt: ChatInput) -> dict[str, str]:
+    """Returns a mapping from the prompt's field names in the gRPC request to those in the HTTP request."""
+    return {
+        **prompt.params_of_wishes,
+        **{f"chat.tools[{i}].parameters": f"tools[{i}].function.parameters" for i in range(prompt.num_tools)},
+        "prompt": "messages",
+        "chat": "messages",
+    }
+
+
 def parse_chat(body: bytes) -> Plan:
     """Parses the body of a chat request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, ChatFields)
@@ -236,10 +246,7 @@ def parse_chat(body: bytes) -> Plan:
             "sampling.max_tokens": max_name,
             "sampling.logprobs": "top_logprobs",
             **fields.grammar_params,
-            **prompt.params_of_wishes,
-            **{f"chat.tools[{i}].parameters": f"tools[{i}].function.parameters" for i in range(prompt.num_tools)},
-            "prompt": "messages",
-            "chat": "messages",
+            **chat_params(prompt),
         },
     )
 

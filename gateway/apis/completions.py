@@ -14,11 +14,11 @@ from baton.events import Completion, Delta, Finished, PromptLogprobs, PromptToke
 from common.text.output_formats import OutputFormat
 from gateway.apis.api import Api
 from gateway.apis.choices_answer import ChoicesAnswer, finish_reason, stop_reason, with_token_ids
-from gateway.errors import invalid, not_served
+from gateway.errors import invalid
 from gateway.fields import ChoicesFields, parse_fields
 from gateway.logprobs import CompletionLogprobs, prompt_logprobs
 from gateway.plan import Plan, Prompt, TextInput, TokenIdsInput
-from gateway.reasoning import TEMPLATE_VARIABLES, Effort, ReasoningFields, effort_wish
+from gateway.reasoning import Effort, ReasoningFields, effort_wish
 
 _PROMPT_KINDS = "must be a string, or a list of strings, of token ids, or of lists of token ids"
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -126,8 +126,7 @@ class TextChoice:
 def parse_completion(body: bytes) -> Plan:
     """Parses the body of a completion request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, CompletionFields)
-    if not {*TEMPLATE_VARIABLES}.issuperset(fields.chat_template_kwargs or {}):
-        raise not_served("chat_template_kwargs", "a prompt that is no chat has no template")
+    wishes = fields.wishes_of_text(effort_wish("reasoning_effort", fields.reasoning_effort))
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     best_of = fields.n if fields.best_of is None else fields.best_of
     if best_of < fields.n:
@@ -142,7 +141,7 @@ def parse_completion(body: bytes) -> Plan:
     return Plan(
         model=fields.model,
         prompts=prompts,
-        wishes=fields.wishes(effort_wish("reasoning_effort", fields.reasoning_effort)),
+        wishes=wishes,
         n=fields.n,
         best_of=best_of,
         sampling=fields.sampling(

@@ -16,6 +16,7 @@ from tests.support.models import END, START_ID, VOCAB_SIZE
 TEXT = "the other thing é"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the other thing"}]
 CHAT = [ChatMessage(**each) for each in MESSAGES]
+TOOL = {"type": "function", "function": {"name": "look_up"}}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
 IDS = {"return_token_ids": True}
 
@@ -29,6 +30,13 @@ def test_a_text_becomes_tokens_and_a_text_again(gateway: GatewayHere, pair: Clie
     assert gateway.ask("POST", "/detokenize", {"tokens": tokens}).json == {"prompt": TEXT}
     assert gateway.ask("POST", "/tokenize", {"prompt": TEXT}).json["token_strs"] is None
     assert gateway.ask("POST", "/detokenize", {"tokens": []}).json == {"prompt": ""}
+
+
+def test_what_a_text_says_of_reasoning_is_ignored_and_named(gateway: GatewayHere) -> None:
+    for ignored in ("reasoning_effort", "chat_template_kwargs.thinking"):
+        name, _, variable = ignored.partition(".")
+        answer = gateway.ask("POST", "/tokenize", {"prompt": TEXT, name: {variable: True} if variable else "low"})
+        assert (answer.status, answer.headers.get("x-ignored-fields")) == (200, ignored)
 
 
 def test_a_chat_becomes_the_tokens_that_it_is_answered_from(gateway: GatewayHere, pair: Client, caller: Caller) -> None:
@@ -62,6 +70,27 @@ def test_a_text_may_be_longer_than_the_context(gateway: GatewayHere) -> None:
         ("/tokenize", {"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role", None),
         ("/tokenize", {"prompt": "a", "temperature": 1}, "temperature", "unknown_parameter"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "model", "model_not_found"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "b" * 20_000}]}, "messages", "context_length_exceeded"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools", "unsupported_parameter"),
+        ("/tokenize", {"prompt": "a", "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        (
+            "/tokenize",
+            {"prompt": "a", "chat_template_kwargs": {"a": 1}},
+            "chat_template_kwargs",
+            "unsupported_parameter",
+        ),
+        (
+            "/tokenize",
+            {"prompt": "a", "continue_final_message": True},
+            "continue_final_message",
+            "unsupported_parameter",
+        ),
+        (
+            "/tokenize",
+            {"prompt": "a", "add_generation_prompt": False},
+            "add_generation_prompt",
+            "unsupported_parameter",
+        ),
         ("/detokenize", {}, "tokens", "missing_required_parameter"),
         ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens", None),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]", None),
