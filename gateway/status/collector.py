@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -39,6 +40,8 @@ from gateway.status.watched import (
     unknown_decode,
     unknown_service,
 )
+
+_log = structlog.get_logger(__name__)
 
 
 def pair_of(watched: Sequence[WatchedService], services: Sequence[ServiceStatus], now_s: float) -> PairStatus:
@@ -244,12 +247,16 @@ class StatusCollector:
         return self.look()
 
     async def close(self) -> None:
-        """Stops sampling and closes the connections. A second call does nothing."""
-        if self._sampling is not None:
-            self._sampling.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._sampling
-            self._sampling = None
+        """Stops sampling and closes the connections. A second call does nothing. If the sampling has failed, its error
+        is logged, so that whoever ends the gateway goes on.
+        """
+        if self._sampling is None:
+            return
+        self._sampling.cancel()
+        await asyncio.wait({self._sampling})
+        if not self._sampling.cancelled() and (error := self._sampling.exception()) is not None:
+            _log.error("status_sampling_failed", exc_info=error)
+        self._sampling = None
 
     async def _sample(self, sampler: Sampler) -> None:
         try:

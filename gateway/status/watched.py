@@ -187,7 +187,7 @@ class Scraper:
             raise ScrapeFailed(unconnected_words(address, _cause_of(error))) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ScrapeFailed(str(error) or type(error).__name__) from error
-        except ValueError as error:
+        except (ValueError, IndexError) as error:  # prometheus_client raises either for a malformed line
             raise ScrapeFailed(f"not Baton's metrics: {error}"[:200]) from error
 
     async def _text(self, url: str) -> str:

@@ -6,6 +6,8 @@ import asyncio
 import json
 from collections.abc import Sequence
 
+from structlog.testing import capture_logs
+
 from baton.server_info import InferenceLoad
 from gateway.status.collector import StatusCollector
 from tests.gateway.status.scene import Clock, Decode
@@ -106,3 +108,19 @@ async def test_closing_ends_the_sampling() -> None:
     assert rounds.client.is_closed
     assert json.loads(rounds.collector.look())["age_s"] is None, "sampling begins again"
     await rounds.collector.close()
+
+
+async def test_closing_after_the_sampling_has_failed_tells_the_log_and_raises_nothing() -> None:
+    class Broken(Decode):
+        async def load(self) -> InferenceLoad:
+            raise RuntimeError("broken")
+
+    rounds = Rounds(client=Broken())
+    before = asyncio.all_tasks()
+    rounds.collector.look()
+    await asyncio.wait(asyncio.all_tasks() - before)
+    assert rounds.client.is_closed
+    with capture_logs() as logs:
+        await rounds.collector.close()
+    (told,) = logs
+    assert (told["event"], str(told["exc_info"])) == ("status_sampling_failed", "broken")

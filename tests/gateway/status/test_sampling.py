@@ -265,6 +265,7 @@ OK = b"HTTP/1.1 200 OK\r\n\r\n"
         (OK + b"baton_x 1\n" * (MAX_BYTES // 10 + 1), "more than 262144 bytes"),
         (OK + b"<html>no</html>\n", "not Baton's metrics"),
         (OK + b"other_metric 1\n", "no metric begins with baton_"),
+        (OK + b'baton_x{a="b", ="e"} 1\n', "not Baton's metrics"),
         (OK + b"baton_rows NaN\n", "baton_rows is nan"),
         (OK + b"\xff\xfe\n", "not Baton's metrics"),
         (b"garbage\r\n\r\n", "illegal"),
