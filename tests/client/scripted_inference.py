@@ -58,7 +58,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             self.call_ended.set()
             self.ended_calls.put(None)
 
-        context.add_callback(on_end)
+        _when_ended(context, on_end)
         script = self.script(request) if callable(self.script) else self.script
         self._answer("Generate", context)
         for item in self.scripts.popleft() if self.scripts else script:
@@ -94,7 +94,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             context.abort_with_status(rpc_status.to_status(self.refusal))
         self.is_tokenizing.set()
         ended = threading.Event()
-        context.add_callback(ended.set)
+        _when_ended(context, ended.set)
         if ended.wait(self.tokenizing_s):
             self.ended_calls.put(None)
         return inference_pb2.TokenizeResponse(token_ids=[1])
@@ -117,10 +117,16 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         if self.hangs:
             has_ended = threading.Event()
             self.unanswered.put(method)
-            if context.add_callback(has_ended.set):
-                has_ended.wait(BOUND_S)
+            _when_ended(context, has_ended.set)
+            has_ended.wait(BOUND_S)
         else:
             context.send_initial_metadata(())
+
+
+def _when_ended(context: Any, then: Callable[[], None]) -> None:
+    """Calls `then` when the call ends, or now if it has ended: a test may end it as soon as it is told of it."""
+    if not context.add_callback(then):
+        then()
 
 
 class ScriptedServer:
