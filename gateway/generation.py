@@ -7,8 +7,7 @@ Generate call 1 ─▶ reader ─┼─▶ queue of one ─▶ (index, event), i
 Generate call 2 ─▶ reader ─┘
 
 Each choice is one Generate call, and all are read at the same time. A reader waits while the queue is full. If the
-client takes nothing, gRPC's flow control therefore stops the calls. It also stops those that have to wait in a stream
-because their prompt's log-probabilities come before their output, with the prompt's first choice.
+client takes nothing, gRPC's flow control therefore stops the calls.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from starlette.types import Receive, Send
 from baton import AsyncClient, Reasoning
 from baton.client import AsyncEventStream
 from baton.errors import BatonError
-from baton.events import Delta, Event, Finished, PromptLogprobs, Started
+from baton.events import Delta, Event, Finished, Started
 from baton.requests import SamplingOptions
 from gateway.apis.api import Admitted, Answer, Api, Tally
 from gateway.errors import ApiError, api_error_of, internal, invalid
@@ -243,8 +242,6 @@ class Choices(AsyncIterator[IndexedEvent]):
         self._place: asyncio.Queue[IndexedEvent | ApiError] = asyncio.Queue(maxsize=1)
         self._failure: ApiError | None = None
         self._all_started = asyncio.Event()
-        self._streams_prompts = plan.is_streamed and plan.sampling.get("prompt_logprobs") is not None
-        self._prompt_ended = [asyncio.Event() for _ in plan.prompts]  # all its log-probabilities have come
         self._num_open = self._num_choices = plan.num_generations
         self._readers: list[asyncio.Task[None]] = []
 
@@ -263,7 +260,7 @@ class Choices(AsyncIterator[IndexedEvent]):
 
     async def __anext__(self) -> IndexedEvent:
         """Returns the next event of any choice, with the choice's index. Call it after `started`. The iteration ends
-        when every choice has finished. In a stream, a prompt's log-probabilities come before its choices' output.
+        when every choice has finished.
 
         Raises the error of the first choice that fails, or the error given to `fail`.
         """
@@ -290,13 +287,8 @@ class Choices(AsyncIterator[IndexedEvent]):
         try:
             await self._place.put((index, await anext(stream)))
             await self._all_started.wait()
-            prompt, choice = divmod(index, self._plan.best_of)
-            if self._streams_prompts and choice > 0:
-                await self._prompt_ended[prompt].wait()
             async for event in stream:
                 await self._place.put((index, event))
-                if not isinstance(event, PromptLogprobs):
-                    self._prompt_ended[prompt].set()
         except BatonError as error:
             self._end_with(self._api_error(index, error))
         except Exception:

@@ -8,7 +8,6 @@ call 2:                           (Started)  Delta  Finished
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable
@@ -133,7 +132,7 @@ class Generation:
         self._waiting_since_s: float | None = None  # for a server, or for its answer to a call
         self._was_admitted_again = False  # by the current call's server
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
-        self._told_at_s = math.inf  # the earliest time that a full server named, since the last pause for one
+        self._earliest: tuple[float, BatonError] | None = None  # that a full server named, since the last pause for one
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
@@ -241,13 +240,16 @@ class Generation:
         self._was_admitted_again = False
         if self._broken_since_s is None:
             self._broken_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
-        if told_s is not None:
-            self._told_at_s = min(self._told_at_s, now_s + told_s)
+        if told_s is not None and (self._earliest is None or now_s + told_s < self._earliest[0]):
+            self._earliest = now_s + told_s, error
         if goes_elsewhere:
             pause_s = 0.0
+        elif told_s is None or self._earliest is None:
+            pause_s = self._pause_s()
+            self._num_breaks += 1
         else:
-            pause_s = self._pause_s() if told_s is None else max(0.0, self._told_at_s - now_s)
-            self._told_at_s = math.inf
+            told_at_s, error = self._earliest
+            self._earliest, pause_s = None, max(0.0, told_at_s - now_s)
             self._num_breaks += 1
         if now_s + pause_s - self._broken_since_s > limit_s or self._num_breaks > MAX_BREAKS:
             if isinstance(error, InvalidArgument):

@@ -111,11 +111,15 @@ def moves_references(schema: dict[str, Any]) -> bool:
     from the root.
     """
     keyword = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
-    return any(
-        isinstance(part.get(keyword), str) and any("$ref" in each for _, each in schemas_in(part))
-        for place, part in schemas_in(schema)
-        if place is not None
-    )
+    without: set[int] = set()  # schemas inside one that has an id and no reference
+    for place, part in schemas_in(schema):
+        if place is None or id(part) in without or not isinstance(part.get(keyword), str):
+            continue
+        for _, each in schemas_in(part):
+            if "$ref" in each:
+                return True
+            without.add(id(each))
+    return False
 
 
 class References:

@@ -28,7 +28,7 @@ MAX_ROW_TOKENS = 1 << 20
 MAX_CACHE_SALT_CHARS = 128
 MAX_CLIENT_CHARS = 256
 
-_MOST_OTHER_BYTES = 8 << 10  # ids, names of the client and the namespace, reasoning markers, numbers
+_MOST_OTHER_BYTES = 4 << 10  # ids, names of the client and the namespace, reasoning markers, numbers
 
 Payload = bytes | NDArray[np.uint8]
 WriteKv = Callable[[NDArray[np.uint8]], None]

@@ -122,8 +122,8 @@ class Lives(Lifecycle[Request, Phase]):
         """Moves the request to `phase`, as `Lifecycle.enter` does.
 
         With a `lease` it counts in its client's share, whose turn is then over. `at_s` is when the phase begins, by the
-        engine's clock; None means now. `lost` and `was_retracted` only go into the PhaseBegan event, which
-        explains them.
+        engine's clock; None means now. `lost` and `was_retracted` only go into the PhaseBegan event, which explains
+        them.
         """
         at_s = self._clock() if at_s is None else at_s
         if req.refused_since_s is not None and RULES[req.phase].place is not Place.WAITING:  # a replica had its row

@@ -55,10 +55,10 @@ class Request:
     them.
 
     `replica` is the address at which its prompt is computed, "" if that is here; `num_uncomputed_tokens` counts the
-    tokens that the replica of the last handoff was expected to compute. `awaited` is
-    KV of its first tokens that is on its way for another request, and for which this one waits in the queue. If the
-    output is constrained, `matcher` has accepted all output so far. `withheld` maps drafts of the last step with masks
-    to the failure of the matcher's copy that followed them: no token was allowed after these drafts.
+    tokens that the replica of the last handoff was expected to compute. `awaited` is KV of its first tokens that is on
+    its way for another request, and for which this one waits in the queue. If the output is constrained, `matcher` has
+    accepted all output so far. `withheld` maps drafts of the last step with masks to the failure of the matcher's copy
+    that followed them: no token was allowed after these drafts.
     """
 
     request_id: str

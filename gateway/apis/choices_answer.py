@@ -82,6 +82,9 @@ class ChoicesAnswer:
         for builder, first in zip(self._builders, started, strict=True):
             builder.add(first)
         self._completions: dict[int, Completion] = {}
+        has_prompts = plan.sampling.get("prompt_logprobs") is not None
+        firsts = range(0, plan.num_choices, plan.n) if has_prompts else ()
+        self._kept: dict[int, list[tuple[int, Event]]] = {first: [] for first in firsts}
 
     def opening(self) -> Sequence[ServerEvent]:
         openings = [choice.opening() for choice in self._choices]
@@ -92,9 +95,7 @@ class ChoicesAnswer:
             if (completion := self._builders[index].add(event)) is not None:
                 self._completions[index] = completion
             return ()
-        # A prompt's log-probabilities come with its first choice only, and are those of all its choices.
-        num = self._plan.n if isinstance(event, PromptLogprobs) else 1
-        parts = [self._part(each, event) for each in range(index, index + num)]
+        parts = [self._part(*each) for each in self._with_prompts(index, event)]
         return [self._chunk(part) for part in parts if part is not None]
 
     def ending(self) -> Sequence[ServerEvent]:
@@ -117,6 +118,21 @@ class ChoicesAnswer:
             usage=usage(self._tally.counts),
             **self._of_prompt(self._plan, ended[0]),
         )
+
+    def _with_prompts(self, index: int, event: Event) -> Sequence[tuple[int, Event]]:
+        """Returns the events that a stream has now, each with the index of its choice.
+
+        The prompt's log-probabilities come with its first choice only, and are returned for all its choices. Events of
+        the other choices are held back until these log-probabilities are complete.
+        """
+        n = self._plan.n
+        first = index - index % n
+        if isinstance(event, PromptLogprobs):
+            return [(each, event) for each in range(first, first + n)]
+        if index != first and first in self._kept:
+            self._kept[first].append((index, event))
+            return ()
+        return [(index, event), *self._kept.pop(first, ())]
 
     def _part(self, index: int, event: Event) -> dict[str, Any] | None:
         match event:

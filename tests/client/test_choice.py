@@ -257,9 +257,9 @@ async def test_a_generation_goes_at_once_from_the_server_that_broke_or_refused_i
         assert not server.inference.scripts
 
 
-@pytest.mark.parametrize(("told", "num_calls"), [("77", 2), ("11", 4), ("17", 4), ("71", 4)])
-async def test_where_all_servers_are_full_the_request_comes_again_at_the_earliest_time_that_one_named(
-    scripted: list[ScriptedServer], open_client: OpenClient, told: str, num_calls: int
+@pytest.mark.parametrize("told", ["79", "97"])
+async def test_where_all_servers_are_full_the_request_ends_with_the_earliest_time_that_one_named(
+    scripted: list[ScriptedServer], open_client: OpenClient, told: str
 ) -> None:
     client = open_client(addresses(scripted[:2]), resume=True, admission_timeout_s=1.9)
     await until_all_are_used(client, 2)
@@ -271,12 +271,10 @@ async def test_where_all_servers_are_full_the_request_comes_again_at_the_earlies
             return [full(next(seconds))]
 
         server.inference.script = refuse
-    began_s = time.monotonic()
     with pytest.raises(errors.ResourceExhausted) as refusal:
         await served_by(client, QUESTION)
-    assert refusal.value.metadata["retry_after_s"] == told[1]
-    assert (len(calls), len({*calls[:2]}), len({*calls[-2:]})) == (num_calls, 2, 2)
-    assert num_calls == 2 or time.monotonic() - began_s >= 1.0
+    assert refusal.value.metadata["retry_after_s"] == "7"
+    assert (len(calls), len({*calls})) == (2, 2)
 
 
 @pytest.mark.parametrize("broken_by", [LOST, FULL], ids=["lost", "full"])

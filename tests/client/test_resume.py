@@ -287,6 +287,29 @@ def test_those_who_were_told_the_same_second_do_not_all_come_at_once() -> None:
     assert (pauses[0], pauses[-1] < 4.0) == (3.0, True), "never too early, and while the place is kept"
 
 
+def test_the_next_call_comes_at_the_earliest_time_that_a_full_server_named() -> None:
+    def full(told_s: int) -> errors.ResourceExhausted:
+        return errors.ResourceExhausted("full", reason="QUEUE_FULL", metadata={"retry_after_s": str(told_s)})
+
+    def refused(*told_s: int) -> Generation:
+        """Returns a generation that was refused by each of several ready servers but the last."""
+        request = inference_pb2.GenerateRequest()
+        options = {"resume_timeout_s": 60.0, "admission_timeout_s": 5.0, "jitter": lambda: 0.0, "clock": lambda: 7.0}
+        generation = Generation(request, timeout_s=None, **options)  # type: ignore[arg-type]
+        for each_s in told_s:
+            assert generation.pause_s_after(full(each_s), is_another_ready=True) == 0.0
+        return generation
+
+    assert refused(4, 3).pause_s_after(full(2)) == refused(2, 3).pause_s_after(full(4)) == 2.0
+    for last in (6, 9):
+        with pytest.raises(errors.ResourceExhausted) as refusal:
+            refused(8, 15 - last).pause_s_after(full(last))
+        assert refusal.value.metadata["retry_after_s"] == "6"
+    broken = refused(4)
+    assert broken.pause_s_after(errors.Unavailable("gone")) == 0.0
+    assert broken.pause_s_after(full(5)) == 4.0, "a break does not make it forget what it was told"
+
+
 async def test_the_deadline_covers_all_calls(server: ScriptedServer, resuming: EitherClient) -> None:
     now_s = 7.0
     generation = Generation(inference_pb2.GenerateRequest(), timeout_s=5.0, resume_timeout_s=60.0, clock=lambda: now_s)

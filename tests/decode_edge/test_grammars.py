@@ -30,6 +30,7 @@ from common.text.grammars import (
     SharedLexer,
     Work,
 )
+from common.text.json_objects import moves_references
 from common.text.tokenizer import TextTokenizer
 from tests.decode_edge.edge_under_test import Edge, error_of, events_of, running_edge, vocab_size
 from tests.decode_edge.tokenizers_for_tests import (
@@ -222,6 +223,15 @@ def test_a_large_schema_is_checked_in_little_time(schema: dict[str, object]) -> 
     began_s = time.thread_time()
     assert grammars.matcher(Grammar(JSON_SCHEMA, text))
     assert time.thread_time() - began_s < 2.0  # a quadratic search takes more
+
+
+def test_references_in_schemas_with_ids_are_looked_for_once() -> None:
+    schema: dict[str, object] = {"properties": {key: {} for key in KEYS}}
+    for number in range(300):
+        schema = {"$id": str(number), "items": schema}
+    began_s = time.thread_time()
+    assert not moves_references(schema)
+    assert time.thread_time() - began_s < 0.5  # a quadratic search takes more
 
 
 def nested(schema: dict[str, object], depth: int) -> dict[str, object]:

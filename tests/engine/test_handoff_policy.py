@@ -15,7 +15,7 @@ from common.errors import ContextExceeded, FingerprintMismatch, PrefillUnavailab
 from common.kv.pool import CacheKey, KvPool
 from common.prompts.awaited_kv import AwaitedKv
 from common.sampling.params import ResolvedSampling
-from decode_service.messages import Replica, ReplicasChanged, Submit
+from decode_service.messages import Phase, Replica, ReplicasChanged, Submit
 from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.handoff_policy import (
     ComputeHere,
@@ -78,7 +78,7 @@ def policy(
         pool=cast(KvPool, pool),
         local=cast(LocalPrefill, local),
         replicas=known,
-        level=lambda req, now_s: req.priority,
+        level=lambda req, now_s: getattr(req, "level", req.priority),
         bringing_kv=bringing_kv,
     )
 
@@ -165,8 +165,8 @@ def test_a_request_waits_for_kv_that_another_one_brings() -> None:
 def source(**state: Any) -> Any:
     """Returns a request that brings KV, with these fields."""
     key = CacheKey(np.arange(PROMPT_LEN), "")
-    fields = {"cache_key": key, "num_kept_tokens": 0, "brings_kv": True, "brings_it_in_chunks": True, "priority": 0}
-    return SimpleNamespace(**{**fields, "replica": "", **state})
+    kept = {"cache_key": key, "num_kept_tokens": 0, "brings_kv": True, "brings_it_in_chunks": True}
+    return SimpleNamespace(**{**kept, "priority": 0, "replica": "", "phase": Phase.PREFILL, **state})
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,8 @@ def source(**state: Any) -> Any:
     [
         ({"replica": "a"}, "later"),
         ({"replica": "a", "priority": 1}, "there"),  # the replica computes it later than it would this one
+        ({"replica": "a", "level": 1}, "later"),  # of one priority
+        ({"replica": "gone", "phase": Phase.TRANSFER}, "later"),  # it is computed
         ({"priority": 1}, "later"),  # prompts that are computed here take turns
         ({"replica": "gone"}, "there"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from baton.codec import event_from_wire
-from baton.events import Delta, Event, PositionLogprobs, PromptLogprobs, TokenLogprob
+from baton.events import Delta, PositionLogprobs, TokenLogprob
 from baton.v1 import types_pb2
 from gateway.apis.chat import parse_chat
 from gateway.apis.completions import parse_completion
 from gateway.apis.responses import parse_response
 from gateway.errors import ApiError
-from gateway.generation import FREE_REPEATED_BYTES, Choices
+from gateway.generation import FREE_REPEATED_BYTES
 from gateway.limits import LOGPROB_BYTES, MAX_LOGPROBS, KeptLogprobs
 from gateway.open_requests import MAX_KEPT_BYTES
 from gateway.plan import Plan
@@ -41,10 +39,6 @@ WITH_LOGPROBS: dict[str, dict[str, Any]] = {
 def position() -> types_pb2.PositionLogprobs:
     token = types_pb2.TokenLogprob(token_id=7, logprob=-0.5, token=b"a")
     return types_pb2.PositionLogprobs(chosen=token, top=[token])
-
-
-FIRST: list[Event] = [event_from_wire(started())]
-LAST: list[Event] = [event_from_wire(delta([7], "a")), event_from_wire(finished())]
 
 
 @contextmanager
@@ -163,43 +157,3 @@ def test_large_tools_that_a_response_repeats_share_it(
         assert ask(edge, RESPONSES, tools=[small], stream=is_streamed).status == 200
     assert ask(edge, RESPONSES, tools=[large], stream=is_streamed).status == 200
     wait_until(lambda: nobody_keeps_any(edge))
-
-
-async def test_a_stream_does_not_read_other_choices_before_the_prompts_log_probabilities_have_come() -> None:
-    plan = parse_completion(
-        b'{"model": "m", "prompt": ["a", "b"], "n": 2, "stream": true, "echo": true, "logprobs": 0}'
-    )
-    num_read = [0] * plan.num_choices
-    read: list[tuple[int, Event]] = []
-    let_on = asyncio.Event()
-
-    class Stream:
-        def __init__(self, index: int) -> None:
-            self._index = index
-            others = [PromptLogprobs(0, ())] * 2 if index % 2 == 0 else []
-            self._events: list[Event] = [*FIRST, *others, *LAST]
-
-        def __aiter__(self) -> Stream:
-            return self
-
-        async def __anext__(self) -> Event:
-            if not self._events:
-                raise StopAsyncIteration
-            event = self._events.pop(0)
-            num_read[self._index] += 1
-            if self._index == 0 and num_read[0] == 3:
-                await let_on.wait()
-            return event
-
-        async def aclose(self) -> None: ...
-
-    async with asyncio.timeout(60), Choices(plan, Stream) as choices:  # type: ignore[arg-type]
-        await choices.started()
-        num_others = len(LAST) * 2 + 2  # of the second prompt
-        read += [await anext(choices) for _ in range(1 + num_others)]
-        assert num_read[1] == 1, "only its Started"
-        let_on.set()
-        read += [each async for each in choices]
-    for prompt in range(2):
-        of_prompt = [event for index, event in read if index // 2 == prompt]
-        assert [isinstance(event, PromptLogprobs) for event in of_prompt] == [True] * 2 + [False] * 2 * len(LAST)
