@@ -345,8 +345,8 @@ class Client:
                 self._servers.avoid(server, avoided)
             except grpc.RpcError as failure:
                 error = error_from_rpc(failure)
-                if may_pass := isinstance(error, Unavailable) or error.reason == QUEUE_FULL:
-                    self._servers.note_failed(server, error)
+                self._servers.note_failed(server, error)
+                may_pass = isinstance(error, Unavailable) or error.reason == QUEUE_FULL
                 if not may_pass or not self._servers.avoid(server, avoided):
                     is_late = isinstance(error, DeadlineExceeded)
                     raise hung[server] if is_late and server in hung else error from None

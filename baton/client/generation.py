@@ -132,7 +132,8 @@ class Generation:
         self._waiting_since_s: float | None = None  # for a server, or for its answer to a call
         self._was_admitted_again = False  # by the current call's server
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
-        self._earliest: tuple[float, BatonError] | None = None  # that a full server named, since the last pause for one
+        # The earliest time that a full server named, and its error. None after a pause.
+        self._earliest: tuple[float, BatonError] | None = None
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
@@ -226,8 +227,9 @@ class Generation:
 
     def pause_s_after(self, error: BatonError, *, is_another_ready: bool = False) -> float:
         """Returns how long to wait before `next_call`, in seconds. `is_another_ready` says whether a server is ready
-        that has not been tried yet. Raises an error if no call follows: `error`, DeadlineExceeded if the timeout leaves
-        no time, or Unavailable if no server has a large enough context.
+        that has not been tried yet. Raises an error if no call follows: `error`, or of several refusals the one that
+        named the earliest time, DeadlineExceeded if the timeout leaves no time, or Unavailable if no server has a large
+        enough context.
         """
         limit_s = self._limit_s
         goes_elsewhere = is_another_ready and self._started is None and error.reason == QUEUE_FULL
@@ -244,12 +246,13 @@ class Generation:
             self._earliest = now_s + told_s, error
         if goes_elsewhere:
             pause_s = 0.0
-        elif told_s is None or self._earliest is None:
-            pause_s = self._pause_s()
-            self._num_breaks += 1
         else:
-            told_at_s, error = self._earliest
-            self._earliest, pause_s = None, max(0.0, told_at_s - now_s)
+            pause_s = self._pause_s()
+            if told_s is not None and self._earliest is not None:
+                told_at_s, error = self._earliest
+                pause_s = max(0.0, told_at_s - now_s)
+            if not is_another_ready:  # each is asked again
+                self._earliest = None
             self._num_breaks += 1
         if now_s + pause_s - self._broken_since_s > limit_s or self._num_breaks > MAX_BREAKS:
             if isinstance(error, InvalidArgument):

@@ -285,11 +285,14 @@ class Servers(ABC):
     def avoid(self, server: Server, avoided: set[Server]) -> bool:
         """Adds a server where a call has failed to those that the next call of the same request avoids.
 
-        Returns whether another one is ready. If none is, all have been tried, and `avoided` is emptied.
+        Returns whether another one is ready that does not hang. If none is, all have been tried, and `avoided` is
+        emptied.
         """
         with self._changed:
             avoided.add(server)
-            others = [] if self._is_closed else [each for each in self._servers.values() if each not in avoided]
+            hangs_from_s = self._clock() + FAILED_FOR_S
+            able = [each for each in self._servers.values() if each.failed_until_s <= hangs_from_s]
+            others = [] if self._is_closed else [each for each in able if each not in avoided]
             if any(self._state(each) is _READY for each in others):
                 return True
             avoided.clear()
@@ -313,8 +316,10 @@ class Servers(ABC):
             self._end_opening(server, opening)
 
     def note_failed(self, server: Server, error: BatonError) -> None:
-        """Notes that a call at the server has failed. Only errors that say something about the server count."""
-        if isinstance(error, Unavailable | ResourceExhausted | Internal):
+        """Notes that a call at the server has failed. Only errors that say something about the server count:
+        RESOURCE_EXHAUSTED without a reason is gRPC's own, of a message that is too large.
+        """
+        if isinstance(error, Unavailable | Internal) or (isinstance(error, ResourceExhausted) and error.reason):
             with self._changed:
                 server.failed_until_s = self._clock() + FAILED_FOR_S
 

@@ -104,10 +104,11 @@ class HandoffPolicy:
     """Decides what to do with waiting requests, from the state of the pool, the local prefill and the replicas.
 
     A request waits while much of its KV is on its way for another one, of `bringing_kv`. Then it gets a row that shares
-    that KV, and asks for the rest. It does not wait if that one may come later than itself: the one of worse priority
-    and `level`, or whose replica is no longer ready. If at most `local_prefill_tokens` are left to compute of a request
-    and of the short prompts that `local` has already, it is handed to no replica: `local` computes it. Unless that
-    number is 0, `local` also computes longer requests, one at a time, if every replica would have to compute much more.
+    that KV, and asks for the rest. It does not wait for one that a replica has yet to compute if that one's `level` is
+    worse by more than rounding, or that replica is no longer ready. If at most `local_prefill_tokens` are left to
+    compute of a request and of the short prompts that `local` has already, it is handed to no replica: `local` computes
+    it. Unless that number is 0, `local` also computes longer requests, one at a time, if every replica would have to
+    compute much more.
 
     With `prefill_fallback` no request fails because no replica is ready. Shortly after the last replica has stopped
     being ready the service is degraded: `local` computes every request, at most one long one at a time, until a replica
@@ -157,12 +158,13 @@ class HandoffPolicy:
         return ComputeHere(need) if stays_home else HandOver(need, candidates)
 
     def _is_soon(self, source: Request, req: Request, now_s: float) -> bool:
-        """Returns whether the KV of `source` comes no later than `req` would get its own: it is computed here, or
-        computed already, or by a replica that is still ready and serves `req` no earlier.
+        """Returns whether the KV of `source` comes about as soon as `req` would get its own: it is computed here, or
+        computed already, or by a replica that is still ready and serves `req` hardly earlier.
         """
         if not source.replica or source.phase is Phase.TRANSFER:
             return True
-        is_worse = source.priority > req.priority and self._level(source, now_s) > self._level(req, now_s)
+        is_later = source.due_s - req.due_s >= self._config.ageing.step_s
+        is_worse = is_later and self._level(source, now_s) > self._level(req, now_s)
         return self._replicas.is_ready(source.replica) and not is_worse
 
     def need_of(self, req: Request, spared: Spared, *, stays_home: bool) -> RowNeed:

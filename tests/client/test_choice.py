@@ -179,6 +179,20 @@ def test_a_request_is_tried_once_at_each_server_before_it_comes_to_one_again(ser
     assert not avoided
 
 
+def test_one_that_hangs_is_not_waiting_to_be_tried(servers: BlockingServers) -> None:
+    first, second, *others = [asked(servers) for _ in range(NUM_SERVERS)]
+    for server in others:
+        servers.note_hung(server, 1.0)
+    avoided: set[Server] = set()
+    assert [servers.avoid(first, avoided), servers.avoid(second, avoided)] == [True, False]
+
+
+def test_an_answer_that_is_too_large_says_nothing_about_its_server(servers: BlockingServers) -> None:
+    server = asked(servers)
+    servers.note_failed(server, errors.ResourceExhausted("Received message larger than max"))
+    assert server in {asked(servers) for _ in range(NUM_SERVERS)}
+
+
 OpenClient = Callable[..., EitherClient]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import ContextExceeded, FingerprintMismatch, PrefillUnavailable
 from common.kv.pool import CacheKey, KvPool
+from common.priority import DEFAULT_AGEING
 from common.prompts.awaited_kv import AwaitedKv
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import Phase, Replica, ReplicasChanged, Submit
@@ -32,6 +33,7 @@ from decode_service.schedule.request import LostRow, Request
 
 NOW_S = 100.0
 PROMPT_LEN = 20
+STEP_S = DEFAULT_AGEING.step_s
 SHORT = DecodeConfig(local_prefill_tokens=8, headroom_tokens=3)
 FALLBACK = DecodeConfig(local_prefill_tokens=8, prefill_fallback=True, fallback_after_s=1.0, fallback_chunk_tokens=32)
 READY = Replica("a", True, instance_id="a", max_cached_tokens=1000)
@@ -78,7 +80,7 @@ def policy(
         pool=cast(KvPool, pool),
         local=cast(LocalPrefill, local),
         replicas=known,
-        level=lambda req, now_s: getattr(req, "level", req.priority),
+        level=lambda req, now_s: getattr(req, "level", 0),
         bringing_kv=bringing_kv,
     )
 
@@ -166,17 +168,18 @@ def source(**state: Any) -> Any:
     """Returns a request that brings KV, with these fields."""
     key = CacheKey(np.arange(PROMPT_LEN), "")
     kept = {"cache_key": key, "num_kept_tokens": 0, "brings_kv": True, "brings_it_in_chunks": True}
-    return SimpleNamespace(**{**kept, "priority": 0, "replica": "", "phase": Phase.PREFILL, **state})
+    return SimpleNamespace(**{**kept, "due_s": NOW_S, "replica": "", "phase": Phase.PREFILL, **state})
 
 
 @pytest.mark.parametrize(
     ("state", "decision"),
     [
         ({"replica": "a"}, "later"),
-        ({"replica": "a", "priority": 1}, "there"),  # the replica computes it later than it would this one
-        ({"replica": "a", "level": 1}, "later"),  # of one priority
+        ({"replica": "a", "due_s": NOW_S + STEP_S, "level": 1}, "there"),  # the replica would serve this one earlier
+        ({"replica": "a", "due_s": NOW_S + STEP_S - 0.1, "level": 1}, "later"),  # only rounding tells them apart
+        ({"replica": "a", "due_s": NOW_S + STEP_S, "level": 0}, "later"),  # the best level has no order
         ({"replica": "gone", "phase": Phase.TRANSFER}, "later"),  # it is computed
-        ({"priority": 1}, "later"),  # prompts that are computed here take turns
+        ({"due_s": NOW_S + STEP_S, "level": 1}, "later"),  # prompts that are computed here take turns
         ({"replica": "gone"}, "there"),
     ],
 )
