@@ -22,7 +22,7 @@ from tests.support.running_pair import RunningPair, is_empty, running_pair, wait
 
 pytestmark = pytest.mark.thorough
 
-WORKLOAD = Workload(prompt_tokens=300, new_tokens=12)
+WORKLOAD = Workload(prompt_tokens=300, new_tokens=12, caches=False)  # else hardly anything is handed over
 TIMEOUT_S = 3.0
 """Time-out in seconds of a handoff's progress, of the wait for any replica, and of a receiver that takes nothing."""
 SHORT_CUT_S = 1.0
