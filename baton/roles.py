@@ -130,7 +130,7 @@ class RoleClient:
         return _state_of(self._called(self._roles, "SetRole", roles_pb2.SetRoleRequest(role=_WIRE[role])).state)
 
     def change(self, role: Role, *, start_timeout_s: float = START_TIMEOUT_S) -> RoleChange:
-        """Orders a change, and waits until the service is ready in its new role.
+        """Orders a change, and waits until the service is ready in its new role, unless it has that role already.
 
         It waits for the service's grace period and `start_timeout_s`. Raises what `order` raises, FailedPrecondition
         if the process has gone back to its old role, or DeadlineExceeded if it is not ready in time.

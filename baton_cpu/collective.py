@@ -1,9 +1,9 @@
 """Sums and joins tensors of several processes of one host through memory that they share, without the interpreter.
 
-Each process is a rank. A rank copies its numbers into its own space, says so, waits until all ranks have done so, and
-reads theirs. It uses two spaces in turns: when it makes its next copy, all ranks have read its copy before the last.
+Each process is a rank with two spaces, used in turns. It copies its numbers into one, counts the copy, waits until all
+ranks have counted theirs, and reads those. Before it writes to a space again, all ranks have read it. The memory:
 
-    | is given up | rank 0: number of copies | rank 1: ... | rank 0: space 0, space 1 | rank 1: ... |
+    | -1 if given up | rank 0: number of copies | rank 1: ... | rank 0: space 0, space 1 | rank 1: ... |
 
 Numbers are summed in the order of the ranks, in float32, so all ranks have the same sums.
 """

@@ -134,7 +134,7 @@ class Holder:
 
 
 class SharedWeights:
-    """The linear layers that were replaced by PanelLinears so far."""
+    """The linear layers that read panels now, until `end` puts back what they were."""
 
     def __init__(self) -> None:
         self._holders: list[Holder] = []

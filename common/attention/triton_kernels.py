@@ -259,8 +259,8 @@ def combine(  # type: ignore[no-untyped-def]
     """Combines the partial results that `attend` wrote for each query. The grid is [B * max_new, heads].
 
     `parts` [N, heads, num_splits, HEAD_DIM] and `log_weights` [N, heads, num_splits] are the results and their weights,
-    for the N new tokens of these B rows, the first of which is `first_token` of the forward. Only the parts that the
-    row's length fills are read. `output` [T, heads, HEAD_DIM] has room for all tokens of the forward.
+    for the N new tokens of these B rows, the first of which is `first_token` of the forward. Only the parts that a
+    row's last `num_kept` tokens fill are read. `output` [T, heads, HEAD_DIM] has room for all tokens of the forward.
     """
     if OVERLAPS:
         gdc_launch_dependents()

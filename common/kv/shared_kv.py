@@ -84,7 +84,7 @@ class RemoteKv:
 
 
 class ReadablePool(Protocol):
-    """The KV pool of another process, from which this process can read. Both services have its layer groups."""
+    """Another process's KV pool, readable from this one. Its layer groups are those of this process's pool."""
 
     secret: bytes
     """Only processes that can read the pool know it."""
