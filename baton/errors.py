@@ -32,6 +32,8 @@ from baton.service_log import why_it_ended
 from common.peer_text import peer_text
 from common.rpc.errors import connection_words, error_info
 
+QUEUE_FULL = "QUEUE_FULL"
+"""The reason of a refusal by a server that is full."""
 _MAX_MESSAGE_BYTES = 1024
 
 

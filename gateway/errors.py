@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from baton.errors import BatonError
+from baton.errors import QUEUE_FULL, BatonError
 from common.peer_text import peer_text
 
 INVALID_REQUEST = "invalid_request_error"
@@ -36,7 +36,7 @@ _CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _RETRY_AFTER_S = 1
 _MAX_MESSAGE_BYTES = 1024
 _MAX_SHOWN_CHARS = 64
-_CONTEXT_EXCEEDED, _QUEUE_FULL = "CONTEXT_EXCEEDED", "QUEUE_FULL"
+_CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 
 
 class ApiError(Exception):
@@ -194,7 +194,7 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
                 return invalid(param, message)
             return _context_exceeded_of(error, param, message, prompt=params.get("prompt", "prompt"))
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            if error.reason == _QUEUE_FULL:
+            if error.reason == QUEUE_FULL:
                 told = error.metadata.get("retry_after_s", "")
                 return overloaded(message, retry_after_s=int(told) if told.isdecimal() else _RETRY_AFTER_S)
             # gRPC refuses a message that is too large in this way.

@@ -14,10 +14,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from baton.client.channel import ChannelOptions, Tls, trace_metadata
-from baton.client.generation import QUEUE_FULL, CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
+from baton.client.generation import CompletionBuilder, Generation, Progress, bounded_if_any_s, bounded_s
 from baton.client.servers import ANSWER_TIMEOUT_S, NOT_ONE_ANSWER, AsyncServers, CommonServer, Opening, Server
 from baton.codec import health_from_wire, inference_load_from_wire, model_info_from_wire
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Internal, NotFound, Unavailable, error_from_rpc
+from baton.errors import BatonError, Cancelled, Internal, NotFound, Unavailable, error_from_rpc
 from baton.events import Completion, Event
 from baton.requests import (
     ChatOptions,
@@ -322,12 +322,7 @@ class AsyncClient:
                     raise
                 raise Cancelled("the client is closed") from None
             except grpc.RpcError as failure:
-                error = error_from_rpc(failure)
-                self._servers.note_failed(server, error)
-                may_pass = isinstance(error, Unavailable) or error.reason == QUEUE_FULL
-                if not may_pass or not self._servers.avoid(server, avoided):
-                    is_late = isinstance(error, DeadlineExceeded)
-                    raise hung[server] if is_late and server in hung else error from None
+                self._servers.pass_on(server, failure, avoided, hung)
             finally:
                 self._servers.give_back(server)
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 from baton.client.servers import ANSWER_TIMEOUT_S, READY_TIMEOUT_S
 from baton.codec import event_from_wire
 from baton.errors import (
+    QUEUE_FULL,
     AlreadyExists,
     BatonError,
     Cancelled,
@@ -55,7 +56,7 @@ It spreads out clients that were told to retry in the same second. The server re
 """
 MAX_BREAKS = 40
 """How many calls in a row may break without output. The bound stops a request that crashes each server it reaches."""
-QUEUE_FULL, _RETRY_AFTER_S = "QUEUE_FULL", "retry_after_s"
+_RETRY_AFTER_S = "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 _NO_PREFILL = "NO_PREFILL"
 

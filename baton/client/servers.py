@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,16 @@ from baton.client.channel import (
     numeric_target,
     parse_target,
 )
-from baton.errors import BatonError, Cancelled, Internal, ResourceExhausted, Unavailable
+from baton.errors import (
+    QUEUE_FULL,
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    ResourceExhausted,
+    Unavailable,
+    error_from_rpc,
+)
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.addresses import DnsName, address_of
 from common.rpc.name_lookup import LookUp, LookUps, look_up
@@ -322,6 +331,19 @@ class Servers(ABC):
         if isinstance(error, Unavailable | Internal) or (isinstance(error, ResourceExhausted) and error.reason):
             with self._changed:
                 server.failed_until_s = self._clock() + FAILED_FOR_S
+
+    def pass_on(
+        self, server: Server, failure: grpc.RpcError, avoided: set[Server], hung: Mapping[Server, Unavailable]
+    ) -> None:
+        """Notes that a small call at the server has failed. Returns if the call may succeed at another one that is
+        ready; else raises its error, or the server's in `hung` if the call was late there.
+        """
+        error = error_from_rpc(failure)
+        self.note_failed(server, error)
+        may_pass = isinstance(error, Unavailable) or error.reason == QUEUE_FULL
+        if not may_pass or not self.avoid(server, avoided):
+            is_late = isinstance(error, DeadlineExceeded)
+            raise hung[server] if is_late and server in hung else error from None
 
     def note_hung(self, server: Server, timeout_s: float) -> Unavailable:
         """Notes that the server has sent no head of an answer within `timeout_s`. Returns the call's error."""
