@@ -35,6 +35,7 @@ from common.rpc.errors import connection_words, error_info
 QUEUE_FULL = "QUEUE_FULL"
 """The reason of a refusal by a server that is full."""
 _MAX_MESSAGE_BYTES = 1024
+_LONGEST_S = 10**9
 
 
 class BatonError(Exception):
@@ -62,6 +63,12 @@ class BatonError(Exception):
     def field(self) -> str | None:
         """The field of the request, or of the model's fingerprint, that the error is about; None if it names none."""
         return self.metadata.get("field")
+
+    @property
+    def retry_after_s(self) -> int | None:
+        """The seconds after which a full server wants to be asked again; None if it names no time."""
+        told = self.metadata.get("retry_after_s", "")
+        return min(int(told), _LONGEST_S) if told.isdecimal() else None
 
 
 class InvalidArgument(BatonError):

@@ -195,8 +195,8 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
             return _context_exceeded_of(error, param, message, prompt=params.get("prompt", "prompt"))
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             if error.reason == QUEUE_FULL:
-                told = error.metadata.get("retry_after_s", "")
-                return overloaded(message, retry_after_s=int(told) if told.isdecimal() else _RETRY_AFTER_S)
+                told_s = error.retry_after_s
+                return overloaded(message, retry_after_s=_RETRY_AFTER_S if told_s is None else told_s)
             # gRPC refuses a message that is too large in this way.
             return ApiError(413, message, code="request_too_large")
         case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -306,7 +306,7 @@ class AsyncClient:
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         avoided: set[Server] = set()
-        hung: dict[Server, Unavailable] = {}
+        errors: dict[Server, BatonError] = {}
         while True:
             left_s = max(0.0, give_up_s - time.monotonic())
             server = await self._servers.take_when_ready(avoided=avoided, timeout_s=left_s)
@@ -315,14 +315,14 @@ class AsyncClient:
                 call = method_of(server)(request, timeout=left_s)
                 if left_s <= ANSWER_TIMEOUT_S or await _answers(call, ANSWER_TIMEOUT_S):
                     return await _only_answer(call)
-                hung[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                errors[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
                 self._servers.avoid(server, avoided)
             except asyncio.CancelledError:
                 if _is_task_cancelled():
                     raise
                 raise Cancelled("the client is closed") from None
             except grpc.RpcError as failure:
-                self._servers.pass_on(server, failure, avoided, hung)
+                self._servers.pass_on(server, failure, avoided, errors)
             finally:
                 self._servers.give_back(server)
 

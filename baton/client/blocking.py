@@ -332,7 +332,7 @@ class Client:
         """
         give_up_s = time.monotonic() + self._rpc_timeout_s
         avoided: set[Server] = set()
-        hung: dict[Server, Unavailable] = {}
+        errors: dict[Server, BatonError] = {}
         while True:
             left_s = max(0.0, give_up_s - time.monotonic())
             server = self._servers.take_when_ready(avoided=avoided, timeout_s=left_s)
@@ -341,10 +341,10 @@ class Client:
                 call = method_of(server)(request, timeout=left_s)
                 if left_s <= ANSWER_TIMEOUT_S or _answers(call, ANSWER_TIMEOUT_S):
                     return _only_answer(call)
-                hung[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                errors[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
                 self._servers.avoid(server, avoided)
             except grpc.RpcError as failure:
-                self._servers.pass_on(server, failure, avoided, hung)
+                self._servers.pass_on(server, failure, avoided, errors)
             finally:
                 self._servers.give_back(server)
 

@@ -56,7 +56,6 @@ It spreads out clients that were told to retry in the same second. The server re
 """
 MAX_BREAKS = 40
 """How many calls in a row may break without output. The bound stops a request that crashes each server it reaches."""
-_RETRY_AFTER_S = "retry_after_s"
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 _NO_PREFILL = "NO_PREFILL"
 
@@ -133,8 +132,7 @@ class Generation:
         self._waiting_since_s: float | None = None  # for a server, or for its answer to a call
         self._was_admitted_again = False  # by the current call's server
         self._num_breaks = 0  # since `_broken_since_s` was set, or without new output
-        # The earliest time that a full server named, and its error. None after a pause.
-        self._earliest: tuple[float, BatonError] | None = None
+        self._refusals: list[tuple[float, BatonError]] = []  # of full servers since a pause, with the times they named
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
@@ -232,28 +230,31 @@ class Generation:
         named the earliest time, DeadlineExceeded if the timeout leaves no time, or Unavailable if no server has a large
         enough context.
         """
-        limit_s = self._limit_s
-        goes_elsewhere = is_another_ready and self._started is None and error.reason == QUEUE_FULL
-        told_s = self._told_s(error)
-        if limit_s is None or (told_s is None and not goes_elsewhere and not self._may_pass(error)):
+        limit_s, now_s = self._limit_s, self._clock()
+        if limit_s is None:
             raise error
-        now_s = self._clock()
+        pause_s: float | None = None
+        is_refused = self._started is None and error.reason == QUEUE_FULL
+        goes_elsewhere = is_refused and is_another_ready
+        if is_refused and error.retry_after_s is not None:
+            self._refusals.append((now_s + error.retry_after_s + TOLD_SPREAD_S * self._jitter(), error))
+            told_at_s, error = min(self._refusals, key=lambda refusal: refusal[0])
+            if self._waits_for_a_place:
+                pause_s = max(0.0, told_at_s - now_s)
+        if not is_another_ready:  # each is asked again
+            self._refusals.clear()
+        if pause_s is None and not goes_elsewhere and not self._may_pass(error):
+            raise error
         if self._was_admitted_again and error.reason != _NO_PREFILL:
             self._broken_since_s = None  # the request may have waited there for long
         self._was_admitted_again = False
         if self._broken_since_s is None:
             self._broken_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
-        if told_s is not None and (self._earliest is None or now_s + told_s < self._earliest[0]):
-            self._earliest = now_s + told_s, error
         if goes_elsewhere:
             pause_s = 0.0
         else:
-            pause_s = self._pause_s()
-            if told_s is not None and self._earliest is not None:
-                told_at_s, error = self._earliest
-                pause_s = max(0.0, told_at_s - now_s)
-            if not is_another_ready:  # each is asked again
-                self._earliest = None
+            if pause_s is None:
+                pause_s = self._pause_s()
             self._num_breaks += 1
         if now_s + pause_s - self._broken_since_s > limit_s or self._num_breaks > MAX_BREAKS:
             if isinstance(error, InvalidArgument):
@@ -277,17 +278,6 @@ class Generation:
             return 0.0
         pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._num_breaks - 1))
         return pause_s * (0.5 + 0.5 * self._jitter())
-
-    def _told_s(self, error: BatonError) -> float | None:
-        """Returns the seconds to wait that a server named when it refused the request because its queue is full, plus a
-        random part.
-
-        Returns None if the error has no such time, or if this generation does not wait for admission.
-        """
-        if not self._waits_for_a_place or self._started is not None or error.reason != QUEUE_FULL:
-            return None
-        told_s = error.metadata.get(_RETRY_AFTER_S, "")
-        return float(told_s) + TOLD_SPREAD_S * self._jitter() if told_s.isdecimal() else None
 
     def _may_pass(self, error: BatonError) -> bool:
         match error:

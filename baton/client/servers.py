@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -333,17 +333,23 @@ class Servers(ABC):
                 server.failed_until_s = self._clock() + FAILED_FOR_S
 
     def pass_on(
-        self, server: Server, failure: grpc.RpcError, avoided: set[Server], hung: Mapping[Server, Unavailable]
+        self, server: Server, failure: grpc.RpcError, avoided: set[Server], errors: dict[Server, BatonError]
     ) -> None:
         """Notes that a small call at the server has failed. Returns if the call may succeed at another one that is
-        ready; else raises its error, or the server's in `hung` if the call was late there.
+        ready, and adds the error to `errors`, those of the call so far. Else it raises the error, of several refusals
+        the one that named the earliest time, and in place of DEADLINE_EXCEEDED an earlier error of the same server.
         """
         error = error_from_rpc(failure)
         self.note_failed(server, error)
-        may_pass = isinstance(error, Unavailable) or error.reason == QUEUE_FULL
-        if not may_pass or not self.avoid(server, avoided):
-            is_late = isinstance(error, DeadlineExceeded)
-            raise hung[server] if is_late and server in hung else error from None
+        is_full = error.reason == QUEUE_FULL
+        if (is_full or isinstance(error, Unavailable)) and self.avoid(server, avoided):
+            errors[server] = error
+            return
+        if is_full:
+            error = min((error, *errors.values()), key=_told_s)
+        elif isinstance(error, DeadlineExceeded):
+            error = errors.get(server, error)
+        raise error from None
 
     def note_hung(self, server: Server, timeout_s: float) -> Unavailable:
         """Notes that the server has sent no head of an answer within `timeout_s`. Returns the call's error."""
@@ -640,6 +646,10 @@ class AsyncServers(Servers):
     def _on_loop(self, callback: Callable[..., None], argument: object) -> None:
         with suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(callback, argument)
+
+
+def _told_s(error: BatonError) -> float:
+    return math.inf if error.retry_after_s is None else error.retry_after_s
 
 
 def _stop_following(servers: Sequence[Server]) -> None:

@@ -43,7 +43,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.ended_calls: queue.Queue[None] = queue.Queue()
         self.hangs = False
         self.tokenizing_s = 0.0
-        self.refusal: status_pb2.Status | None = None  # of Tokenize
+        self.refusals: Iterator[status_pb2.Status] = iter(())  # of the next calls of Tokenize
         self.is_tokenizing = threading.Event()
         self.unanswered: queue.Queue[str] = queue.Queue()  # names of methods
 
@@ -90,8 +90,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
 
     def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
         self._answer("Tokenize", context)
-        if self.refusal is not None:
-            context.abort_with_status(rpc_status.to_status(self.refusal))
+        if (refusal := next(self.refusals, None)) is not None:
+            context.abort_with_status(rpc_status.to_status(refusal))
         self.is_tokenizing.set()
         ended = threading.Event()
         _when_ended(context, ended.set)

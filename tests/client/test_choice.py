@@ -517,12 +517,25 @@ async def test_a_small_call_that_a_server_refuses_goes_to_another(
     client = open_client(addresses(scripted))
     await until_all_are_used(client)
     for server in scripted[:2]:
-        server.inference.refusal = refusal
+        server.inference.refusals = itertools.repeat(refusal)
     for _ in range(2 * NUM_SERVERS):
         assert (await client.call("tokenize", "Hi")).token_ids == (1,)
-    scripted[2].inference.refusal = refusal
+    scripted[2].inference.refusals = itertools.repeat(refusal)
     with pytest.raises((errors.Unavailable, errors.ResourceExhausted)):
         await client.call("tokenize", "Hi")
+
+
+async def test_a_small_call_that_all_servers_refuse_ends_with_the_earliest_time_that_one_named(
+    scripted: list[ScriptedServer], open_client: OpenClient
+) -> None:
+    client = open_client(addresses(scripted))
+    await until_all_are_used(client)
+    refusals = map(full, "957")
+    for server in scripted:
+        server.inference.refusals = refusals
+    with pytest.raises(errors.ResourceExhausted) as refusal:
+        await client.call("tokenize", "Hi")
+    assert refusal.value.retry_after_s == 5
 
 
 async def test_a_server_that_works_for_long_is_not_one_that_hangs(

@@ -291,20 +291,26 @@ def test_the_next_call_comes_at_the_earliest_time_that_a_full_server_named() -> 
     def full(told_s: int) -> errors.ResourceExhausted:
         return errors.ResourceExhausted("full", reason="QUEUE_FULL", metadata={"retry_after_s": str(told_s)})
 
-    def refused(*told_s: int) -> Generation:
+    def refused(*told_s: int, admission_timeout_s: float | None = 5.0) -> Generation:
         """Returns a generation that was refused by each of several ready servers but the last."""
-        request = inference_pb2.GenerateRequest()
-        options = {"resume_timeout_s": 60.0, "admission_timeout_s": 5.0, "jitter": lambda: 0.0, "clock": lambda: 7.0}
-        generation = Generation(request, timeout_s=None, **options)  # type: ignore[arg-type]
+        generation = Generation(
+            inference_pb2.GenerateRequest(),
+            timeout_s=None,
+            resume_timeout_s=60.0,
+            admission_timeout_s=admission_timeout_s,
+            clock=lambda: 7.0,
+            jitter=lambda: 0.0,
+        )
         for each_s in told_s:
             assert generation.pause_s_after(full(each_s), is_another_ready=True) == 0.0
         return generation
 
     assert refused(4, 3).pause_s_after(full(2)) == refused(2, 3).pause_s_after(full(4)) == 2.0
     for last in (6, 9):
-        with pytest.raises(errors.ResourceExhausted) as refusal:
-            refused(8, 15 - last).pause_s_after(full(last))
-        assert refusal.value.metadata["retry_after_s"] == "6"
+        for admission_timeout_s in (5.0, None):
+            with pytest.raises(errors.ResourceExhausted) as refusal:
+                refused(8, 15 - last, admission_timeout_s=admission_timeout_s).pause_s_after(full(last))
+            assert refusal.value.retry_after_s == 6
     for is_another_ready, pause_s in ((True, 4.0), (False, 5.0)):  # else each server is asked again
         broken = refused(4)
         assert broken.pause_s_after(errors.Unavailable("gone"), is_another_ready=is_another_ready) == 0.0
