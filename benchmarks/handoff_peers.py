@@ -40,6 +40,7 @@ from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import Command
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.engines import new_decode_engine, new_prefill_engine
+from tests.support.no_matchers import no_matchers
 
 _VOCAB_SIZE = 128
 _BOUND_S = 120.0
@@ -134,6 +135,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
             model_limits=ReplicaLimits(vocab_size=_VOCAB_SIZE, max_context_tokens=shape.max_context_tokens),
             instance_id="benchmark",
             limits=HandoffLimits(),
+            new_matcher=no_matchers,
             lent=lent,
         )
         thread = EngineThread(

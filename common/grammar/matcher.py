@@ -76,19 +76,6 @@ class NewMatcher(Protocol):
     ) -> Awaitable[Matcher]: ...
 
 
-async def no_matchers(
-    grammar: Grammar | None,
-    output_ids: Sequence[int],
-    reasoning: Reasoning | None,
-    *,
-    client: str = "",
-    tenant: str = "",
-) -> Matcher:
-    """Raises InvalidRequest for every request: a NewMatcher for services without a tokenizer."""
-    field = "sampling.reasoning" if grammar is None else grammar.request_field
-    raise InvalidRequest(field, "is not served here")
-
-
 def num_words(vocab_size: int) -> int:
     return -(-vocab_size // _BITS)
 

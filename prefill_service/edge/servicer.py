@@ -29,7 +29,7 @@ from common.errors import (
     Overloaded,
     PrefillUnavailable,
 )
-from common.grammar.matcher import Matcher, NewMatcher, TokenRulesMatcher, no_matchers
+from common.grammar.matcher import Matcher, NewMatcher, TokenRulesMatcher
 from common.rpc.aio import whole_read
 from common.rpc.errors import abort_with
 from common.rpc.messages import ProtocolError, require
@@ -109,10 +109,10 @@ class PrefillServicer:
         model_limits: ReplicaLimits,
         instance_id: str,
         limits: HandoffLimits,
+        new_matcher: NewMatcher,
         tracer: Tracer = NO_TRACER,
         timeline: Timeline | None = None,
         lent: LentMemory | None = None,
-        new_matcher: NewMatcher = no_matchers,
     ) -> None:
         """Creates the servicer. `lent` is the memory of the KV pool if receivers can read it."""
         timeline = timeline or Timeline()

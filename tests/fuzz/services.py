@@ -19,7 +19,6 @@ from structlog.typing import EventDict
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.grammar.grammar import GrammarKind
-from common.grammar.matcher import no_matchers
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.service.server import ServiceServer
@@ -46,6 +45,7 @@ from tests.support.engines import new_decode_engine, new_prefill_engine
 from tests.support.loading import load_target
 from tests.support.loop_thread import LoopThread
 from tests.support.models import save_tiny_model
+from tests.support.no_matchers import no_matchers
 
 BOUND_S = 20.0
 CONTEXT = 24
@@ -149,6 +149,7 @@ async def start_prefill(model: TargetModel) -> Prefill:
         model_limits=call.ReplicaLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT),
         instance_id="fuzz",
         limits=HandoffLimits(max_rows=HANDOFF_ROWS, first_command_timeout_s=BOUND_S),
+        new_matcher=no_matchers,
     )
     engine = new_prefill_engine(
         model,

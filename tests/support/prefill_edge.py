@@ -17,6 +17,7 @@ from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servi
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from tests.handoff.samples import FINGERPRINT
 from tests.handoff.scripted_prefill import ScriptedPrefill
+from tests.support.no_matchers import no_matchers
 from tests.wire.strategies import VOCAB_SIZE
 
 LIMITS = ReplicaLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096)
@@ -45,7 +46,13 @@ async def start_prefill_edge(
     `servicer_options` are further arguments of PrefillServicer, or override those given here.
     """
     engine = engine or ScriptedPrefill()
-    options = {"fingerprint": FINGERPRINT, "model_limits": LIMITS, "instance_id": "instance", **servicer_options}
+    options = {
+        "fingerprint": FINGERPRINT,
+        "model_limits": LIMITS,
+        "instance_id": "instance",
+        "new_matcher": no_matchers,
+        **servicer_options,
+    }
     servicer = PrefillServicer(engine=engine, limits=limits or HandoffLimits(), **options)
     engine.deliver = servicer.deliver
     server = ServiceServer(service_name=PREFILL_SERVICE, tokens=tokens, limits=server_limits, credentials=credentials)

@@ -15,6 +15,7 @@ from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.messages import ChunkComputed, RowStarted
 from tests.handoff.samples import FINGERPRINT, failed, row
 from tests.handoff.scripted_prefill import BOUND_S, ScriptedPrefill
+from tests.support.no_matchers import no_matchers
 from tests.tracing.spans import EndedSpans
 from tests.wire.strategies import VOCAB_SIZE
 
@@ -46,6 +47,7 @@ async def test_rows_of_a_call_that_breaks_off_end_with_it() -> None:
         model_limits=ReplicaLimits(vocab_size=VOCAB_SIZE, max_context_tokens=4096),
         instance_id="here",
         limits=HandoffLimits(),
+        new_matcher=no_matchers,
         tracer=spans.tracer,
     )
     context: Any = OneCommand(encode_prefill_batch(FINGERPRINT, (row(), TRACED)))
