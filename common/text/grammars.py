@@ -616,36 +616,38 @@ def _compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
                 raise GrammarRefused(str(error)) from error
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        words = _words(matcher)
+        place, words = _own_words(matcher.get_error())
         for where, each in schemas:
-            if fault := _fault_in(each, _PLACE.sub("", words, count=1).removeprefix(_IN_LARK)):
+            if fault := _fault_in(each, words):
                 raise GrammarRefused(where + fault)
-        raise GrammarRefused(words if grammar.kind is GrammarKind.LARK else _PLACE.sub("", words, count=1))
+        raise GrammarRefused(place + words if grammar.kind is GrammarKind.LARK else words)
     if warnings := matcher.get_grammar_warnings():
         raise GrammarRefused("; ".join(warnings))  # of keywords that would be ignored
     return matcher
 
 
 def _words(matcher: LLMatcher) -> str:
-    """Returns the error of a matcher on one line. The places in it are `at LINE(COLUMN): ` in the text in Lark."""
-    return _own_words(matcher.get_error())
+    """Returns the error of a matcher on one line, with its place."""
+    return "".join(_own_words(matcher.get_error()))
 
 
-def _own_words(error: str) -> str:
-    """Returns an error of the library on one line, and in our words if they are clearer."""
+def _own_words(error: str) -> tuple[str, str]:
+    """Returns the place that an error of the library begins with, `at LINE(COLUMN): ` in the text in Lark, or "", and
+    the rest on one line, in our words if they are clearer.
+    """
     place = found[0] if (found := _PLACE.match(error)) else ""
-    said = error.removeprefix(place).removeprefix(_IN_LARK)
-    if missing := _NOWHERE.match(said):  # only the beginning is the library's own
-        return f"{place}$ref: #{unquote(missing[1])} leads nowhere"
-    if other := _ELSEWHERE.match(said):
-        return f"{place}$ref or $schema: {other[1]} is another document, which is not read"
+    error = error.removeprefix(place).removeprefix(_IN_LARK)
+    if missing := _NOWHERE.match(error):  # only the beginning is the library's own
+        return place, f"$ref: #{unquote(missing[1])} leads nowhere"
+    if other := _ELSEWHERE.match(error):
+        return place, f"$ref or $schema: {other[1]} is another document, which is not read"
     error = _BAD_REGEX.sub(_said_of_regex, error)
     words = " ".join(_LISTING.sub("", error).split())
     if words == "NoExtensionBias":
-        return "no text matches it"
+        return place, "no text matches it"
     words = _LOOK_AROUND.sub(_said_of_look_around, words)
     words = _NO_TOKEN.sub(r"the model has no special token \1", words)
-    return _EMPTY.sub("no text that can be written fits its keywords", words)
+    return place, _EMPTY.sub("no text that can be written fits its keywords", words)
 
 
 def _said_of_regex(found: re.Match[str]) -> str:
@@ -1145,7 +1147,7 @@ def _why_refused(schema: dict[str, Any]) -> str:
         words: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS))
     except ValueError as error:  # of text that is not Unicode
         words = str(error)
-    return _PLACE.sub("", _own_words(words), count=1)[:_MAX_PATH_CHARS]
+    return _own_words(words)[1][:_MAX_PATH_CHARS]
 
 
 def _has_odd_reference(schema: dict[str, Any]) -> bool:
