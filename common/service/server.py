@@ -26,7 +26,7 @@ from common.peer_text import peer_text
 from common.rpc.bearer_tokens import TokenCheck, read_tokens
 from common.rpc.errors import abort_with
 from common.rpc.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
-from common.rpc.server_bounds import BoundedRequests, Context, StreamLimit, clients_told_apart
+from common.rpc.server_bounds import BY_ADDRESS, BoundedRequests, Context, StreamLimit, clients_told_apart
 from common.rpc.tls import server_credentials
 from common.service.roles import Roles
 from common.service.roles_rpc import ROLES_SERVICE, RolesServicer
@@ -255,7 +255,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return _Response(status=self._statuses[request.service])
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        host = str(context.peer()).rpartition(":")[0]
+        host = BY_ADDRESS(context)
         if self._num_watches[host] >= self._max_watches_per_host:
             await abort_with(context, Overloaded(f"{self._max_watches_per_host} watches of this host are open"))
         self._num_watches[host] += 1

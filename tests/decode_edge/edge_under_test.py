@@ -201,16 +201,17 @@ def tokens_of(request_id: str, token_ids: Sequence[int], logprobs: Sequence[Toke
 class AloneContext:
     """The context of a call whose client and network do nothing by themselves, so that only the service can end it."""
 
-    def __init__(self, *, remaining_s: float, reads: bool = True) -> None:
+    def __init__(self, *, remaining_s: float, reads: bool = True, peer: str = "ipv4:127.0.0.1:1") -> None:
         self._remaining_s = remaining_s
         self._reads = reads
+        self._peer = peer
         self.code: grpc.StatusCode | None = None
 
     def time_remaining(self) -> float:
         return self._remaining_s
 
     def peer(self) -> str:
-        return "ipv4:127.0.0.1:1"
+        return self._peer
 
     def invocation_metadata(self) -> tuple[()]:
         return ()

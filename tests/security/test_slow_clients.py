@@ -18,12 +18,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.rpc.tls import channel_credentials, server_credentials
-from common.service.server import ServerLimits
+from common.service.server import HealthServicer, ServerLimits
 from common.telemetry.stats import Timings
 from common.wire.codec_commands import encode_prefill_batch
 from decode_service.messages import Abort, Finished, FinishReason, Submit
 from prefill_service.edge.servicer import HandoffLimits
-from tests.decode_edge.edge_under_test import SERVICE, Edge, error_of, running_edge, tokens_of
+from tests.decode_edge.edge_under_test import SERVICE, AloneContext, Edge, error_of, running_edge, tokens_of
 from tests.decode_edge.fake_engine import BOUND_S
 from tests.handoff.samples import FINGERPRINT, prebuilt, row
 from tests.security.certificates import Authority
@@ -354,6 +354,20 @@ async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them()
         again = watch()
         await again.read()
         again.cancel()
+
+
+async def test_the_hosts_of_an_ipv6_network_share_the_bound_of_watches() -> None:
+    health = HealthServicer(max_watches_per_host=1)
+
+    async def watch(host: int) -> None:
+        context: Any = AloneContext(remaining_s=BOUND_S, peer=f"ipv6:%5B2001:db8::{host}%5D:5")
+        await health.Watch(health_pb2.HealthCheckRequest(), context)
+
+    watching = asyncio.create_task(watch(1))
+    await asyncio.sleep(0)
+    with pytest.raises(grpc.aio.AbortError):
+        await asyncio.wait_for(watch(2), BOUND_S)
+    watching.cancel()
 
 
 # ---- handoffs -------------------------------------------------------------------------------------------------------
