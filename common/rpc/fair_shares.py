@@ -53,18 +53,19 @@ class FairPlaces:
         """Takes a place for `client`. Returns the present time, to be passed to `give_back`. Raises Full."""
         now_s = self._clock()
         self._forget_wishes(now_s)
-        if not self._may_take(client):
+        may_take = self._may_take(client)
+        wishes = self._wishes.pop(client, [])
+        if wishes and (may_take or wishes[0] <= now_s + _LATE_S):  # the one that was to come by now has come
+            del wishes[0]
+        if wishes:
+            self._wishes[client] = wishes
+        if not may_take:
             retry_after_s = self._retry_after_s()
-            wishes = self._wishes.pop(client, [])
             wishes.append(now_s + retry_after_s + _LATE_S)
             self._wishes[client] = wishes[-self._share(client) :]
             if len(self._wishes) > _MAX_WISHERS:
                 del self._wishes[next(iter(self._wishes))]
             raise Full(retry_after_s)
-        wishes = self._wishes.get(client, [])
-        del wishes[:1]
-        if not wishes:
-            self._wishes.pop(client, None)
         self._held[client] += 1
         self._num_held += 1
         return now_s

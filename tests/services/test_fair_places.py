@@ -104,7 +104,8 @@ def test_when_to_come_again_follows_from_how_long_places_are_held_and_how_many_w
     assert hall.retry_after_s == 34, "as many as it can have are waited for, and one"
 
 
-def test_one_request_that_comes_again_when_it_was_told_to_waits_no_longer_each_time(hall: Hall) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 0.5, 1.0])
+def test_one_request_that_comes_again_when_it_was_told_to_waits_no_longer_each_time(hall: Hall, late_s: float) -> None:
     hall.now_s += 1.0
     hall.fill("a")
     hall.now_s += 32.0
@@ -112,7 +113,7 @@ def test_one_request_that_comes_again_when_it_was_told_to_waits_no_longer_each_t
     hall.take("a")
     told = []
     for _ in range(20):
-        hall.now_s += 1.0 + hall.retry_after_s
+        hall.now_s += late_s + hall.retry_after_s
         assert not hall.take("a")
         told.append(hall.retry_after_s)
     assert set(told) == {2}
