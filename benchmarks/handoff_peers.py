@@ -19,6 +19,7 @@ from benchmarks.peer_process import peer_process, until_closed
 from common.attention.backend import ForwardInput
 from common.attention.torch_attention import TorchAttention
 from common.config.settings import DecodeSettings, KvTransport
+from common.engine import Outbox
 from common.kv.layer_group import LayerGroupSpec
 from common.model.forward_program import OnLayerKv
 from common.model.target import TargetModel, TargetOutput, TargetShape
@@ -37,7 +38,7 @@ from prefill_service.edge.call import ReplicaLimits
 from prefill_service.edge.prefill_edge import PREFILL_SERVICE, add_prefill_servicer
 from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
-from prefill_service.messages import Command
+from prefill_service.messages import Command, Event
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.support.engines import new_decode_engine, new_prefill_engine
 from tests.support.no_matchers import no_matchers
@@ -140,8 +141,7 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         )
         thread = EngineThread(
             inbox=inbox,
-            engine=_prefill_engine(shape, lent),
-            deliver=servicer.deliver,
+            engine=_prefill_engine(shape, lent, Outbox(servicer.deliver)),
             on_death=servicer.engine_died,
             name="prefill-engine",
         )
@@ -157,9 +157,10 @@ async def _serve_prefill(shape: HandoffShape, pipe: Connection) -> None:
         await until_closed(pipe)
 
 
-def _prefill_engine(shape: HandoffShape, lent: LentMemory) -> PrefillEngine:
+def _prefill_engine(shape: HandoffShape, lent: LentMemory, outbox: Outbox[Event]) -> PrefillEngine:
     engine = new_prefill_engine(
         NothingModel(shape),
+        outbox=outbox,
         max_rows=shape.num_prompts,
         max_kv_tokens=shape.num_slots,
         max_context_tokens=shape.max_context_tokens,
@@ -187,6 +188,7 @@ class DecodePeer:
         """The bytes of KV that came through shared memory or NIXL, not in gRPC frames."""
         engine = new_decode_engine(
             NothingModel(shape),
+            outbox=Outbox(self._deliver),
             max_rows=shape.num_prompts,
             max_kv_tokens=shape.num_slots,
             max_context_tokens=shape.max_context_tokens,
@@ -198,7 +200,6 @@ class DecodePeer:
         self._thread = EngineThread(
             inbox=self._inbox,
             engine=engine,
-            deliver=self._deliver,
             on_death=self._on_death,
             name="decode-engine",
         )

@@ -29,9 +29,9 @@ from common.checkpoints.cache import kernels_cache_dir  # noqa: E402
 from common.device.factory import open_device  # noqa: E402
 from common.sampling.params import ResolvedSampling  # noqa: E402
 from common.wire.handoff import HandoffRow, KvSegment, PrebuiltBatch  # noqa: E402
-from prefill_service.messages import BytesSent, CallDone, FrameReady, OpenCall  # noqa: E402
+from prefill_service.messages import BytesSent, CallDone, Event, FrameReady, OpenCall  # noqa: E402
 from prefill_service.schedule.scheduler import PrefillEngine  # noqa: E402
-from tests.support.engines import new_prefill_engine  # noqa: E402
+from tests.support.engines import Received, new_prefill_engine  # noqa: E402
 from tests.support.loading import load_target  # noqa: E402
 
 
@@ -53,9 +53,11 @@ def main() -> None:
     if not args.by_operators:
         fuse(model, num_threads=args.threads, max_tokens=max_batch_tokens)
     device = open_device("cpu", num_threads=args.threads)
+    received: Received[Event] = Received()
     engine = new_prefill_engine(
         model,
         device,
+        outbox=received,
         max_rows=2,
         max_kv_tokens=2 * max(lengths),
         max_context_tokens=max(lengths),
@@ -64,18 +66,18 @@ def main() -> None:
         debug_checks=False,
     )
     try:
-        compute_prompt(engine, "warm-up", max(lengths))
+        compute_prompt(engine, received, "warm-up", max(lengths))
         if args.profile:
             for length in lengths:
                 with profile(activities=[ProfilerActivity.CPU]) as seen:
-                    compute_prompt(engine, f"profiled-{length}", length)
+                    compute_prompt(engine, received, f"profiled-{length}", length)
                 print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
             return
         costs = ModelCosts.of(model_dir, dtype="bfloat16", kv_bytes_per_token=model.layer_group.token_bytes)
         flops_per_s = matmul_flops_per_s(costs, args.threads)
         rows = []
         for length in lengths:
-            times_s = [compute_prompt(engine, f"{length}-{run}", length) for run in range(args.runs)]
+            times_s = [compute_prompt(engine, received, f"{length}-{run}", length) for run in range(args.runs)]
             rows.append(
                 {
                     "prompt_tokens": length,
@@ -89,8 +91,8 @@ def main() -> None:
         device.close(10.0)
 
 
-def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> float:
-    """Computes a prompt and waits until all its KV is sent.
+def compute_prompt(engine: PrefillEngine, received: Received[Event], call_id: str, num_tokens: int) -> float:
+    """Computes a prompt and waits until all its KV is sent. `received` is the engine's outbox.
 
     Returns the seconds from the prompt's arrival to its PrebuiltBatch, the message with its first token.
     """
@@ -98,11 +100,11 @@ def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> floa
     token_ids = tuple(numbers.randrange(100, 49_000) for _ in range(num_tokens))
     row = HandoffRow(call_id, 0, token_ids, num_tokens, ResolvedSampling(seed=0, max_tokens=1))
     began_s = time.perf_counter()
-    events = engine.step([OpenCall(call_id, (row,))])
+    engine.step([OpenCall(call_id, (row,))])
     took_s = 0.0
     while True:
         sent = []
-        for event in events:
+        for event in received.take():
             match event:
                 case FrameReady(_, PrebuiltBatch()):
                     took_s = time.perf_counter() - began_s
@@ -112,7 +114,7 @@ def compute_prompt(engine: PrefillEngine, call_id: str, num_tokens: int) -> floa
                     engine.step(sent)
                     return took_s
         time.sleep(min(0.001, engine.idle_timeout_s()))
-        events = engine.step(sent)
+        engine.step(sent)
 
 
 def prompt_flops(costs: ModelCosts, num_tokens: int) -> float:

@@ -27,7 +27,7 @@ from common.attention.torch_attention import TorchAttention
 from common.device.cpu import CpuDevice, InlineStream
 from common.device.stream import Cell, OnEvent, Scope, Stream, StreamKind, Work
 from common.draft.head import DraftHead
-from common.engine import EngineParts
+from common.engine import EngineParts, Outbox
 from common.grammar.grammar import GrammarKind
 from common.kv.kv_shard import OneDevice
 from common.kv.layer_group import DRAFT_GROUP, TARGET_GROUP, LayerGroupSpec
@@ -54,7 +54,6 @@ from decode_service.handoff.transport import HandoffTransport
 from decode_service.messages import (
     CallEnded,
     Command,
-    Event,
     FinishReason,
     FrameArrived,
     Replica,
@@ -269,7 +268,7 @@ class ScheduleRig:
     start, and no slot is free: requests share the first half of their prompt, leave their own KV in the cache, and
     evict that of earlier ones. The `watch` measures:
 
-        total    an engine step with delivery: `step`, its parts (`next_batch`, `launch`, `finish`), and `deliver`
+        total    an engine step; its parts are `next_batch`, `launch`, `finish`, `deliver` and the rest
         cpu      the thread's CPU time for `total`
         edge     the work of the edge's thread on events, before gRPC
     """
@@ -288,7 +287,6 @@ class ScheduleRig:
         self._readers: dict[str, LiveRequest] = {}
         groups = [_group(TARGET_GROUP), *([_group(DRAFT_GROUP)] if spec_info.has_drafts else [])]
         self._device = _UncountedDevice(self.watch)
-        self._engine = self._new_engine(groups, spec_info)
         registry = CollectorRegistry()
         self._live = LiveRequests(
             engine=self._port,
@@ -301,12 +299,11 @@ class ScheduleRig:
             transport=cast(HandoffTransport, _Transport(self._port, [group.name for group in groups])),
             replicas=ReplicaBoard(),
         )
+        self._engine = self._new_engine(groups, spec_info)
         self._port.post(ReplicasChanged((Replica(_REPLICA, True),)))
         for name in ("_next_batch", "_launch", "_finish"):
             setattr(self._engine, name, self.watch.timed(name.strip("_"), getattr(self._engine, name)))
-        self._step = self.watch.timed("step", self._step_engine)
-        self._deliver = self.watch.timed("deliver", self._router.deliver)
-        self._iterate = self.watch.timed("total", self.watch.timed("cpu", self._step_and_deliver, time.thread_time))
+        self._iterate = self.watch.timed("total", self.watch.timed("cpu", self._step_engine, time.thread_time))
         self._turn_edge = self.watch.timed("edge", self._turn)
 
     def _new_engine(self, groups: Sequence[LayerGroupSpec], spec_info: SpecInfo) -> scheduler.DecodeEngine:
@@ -344,6 +341,7 @@ class ScheduleRig:
                     decided_by="the benchmark",
                 ),
                 EngineParts(model=cast(TargetModel, model), draft=cast(DraftHead | None, draft), device=self._device),
+                outbox=Outbox(self.watch.timed("deliver", self._router.deliver)),
                 drafter=NoDrafter(),
                 on_step=on_step,
             )
@@ -364,7 +362,7 @@ class ScheduleRig:
         self.watch.forget()
 
     def step(self) -> None:
-        """Runs one engine step, delivers its events, and replaces the requests that ended."""
+        """Runs one engine step, and the edge if it is due, and replaces the requests that ended."""
         commands, self._port.posted = self._port.posted, []
         num_due = len(self._loop.due)
         self._iterate(commands)
@@ -402,15 +400,10 @@ class ScheduleRig:
             prompt[PROMPT_TOKENS // 2 :] = np.random.default_rng(number).integers(97, 123, PROMPT_TOKENS // 2).tolist()
         return prompt
 
-    def _step_and_deliver(self, commands: Sequence[Command]) -> None:
+    def _step_engine(self, commands: Sequence[Command]) -> None:
         """Does one iteration of the loop in `EngineThread`."""
-        if events := self._step(commands):
-            self._deliver(events)
-
-    def _step_engine(self, commands: Sequence[Command]) -> Sequence[Event]:
-        events = self._engine.step(commands)
+        self._engine.step(commands)
         self._engine.load()
-        return events
 
     def _turn(self) -> None:
         """Runs the edge once: events reach their streams, and each stream reads them."""

@@ -99,7 +99,7 @@ def measure(batch_size: int, case: Case, num_steps: int) -> Cost:
     rig.close()
     seconds = rig.watch.seconds
     parts = {part: median_us(seconds[part]) for part in ("next_batch", "launch", "finish", "deliver")}
-    parts["other"] = median_us(seconds["step"]) - parts["next_batch"] - parts["launch"] - parts["finish"]
+    parts["other"] = median_us(seconds["total"]) - sum(parts.values())
     return Cost(
         batch_size=batch_size,
         num_running=num_running,

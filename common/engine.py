@@ -22,7 +22,7 @@ from common.kv.slot_allocator import PADDING_SLOT
 from common.model.target import TargetModel
 from common.priority import DEFAULT_AGEING, Ageing
 from common.sampling.state import DrawKernels, SamplingState
-from common.telemetry.timeline import Timeline, Track
+from common.telemetry.timeline import ENGINE, Timeline
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
 EventT = TypeVar("EventT")
@@ -135,14 +135,14 @@ class Lifecycle(Generic[LivedT, PhaseT]):
 
 
 class Outbox(Generic[EventT]):
-    """Collects events for the edge until they are handed over. Only the engine thread calls it.
+    """Collects an engine's events until the engine hands them over to the edge. Only the engine's thread calls it.
 
-    `hand_over` passes them to `deliver`. Without `deliver` every event is kept until `take`.
+    `deliver` gets them, in order; it must only pass them on.
     """
 
-    def __init__(self, deliver: Callable[[Sequence[EventT]], None] | None, track: Track) -> None:
+    def __init__(self, deliver: Callable[[Sequence[EventT]], None], timeline: Timeline | None = None) -> None:
         self._deliver = deliver
-        self._track = track
+        self._track = (timeline or Timeline()).track(ENGINE)
         self._events: list[EventT] = []
 
     def post(self, event: EventT) -> None:
@@ -153,20 +153,10 @@ class Outbox(Generic[EventT]):
 
     def hand_over(self) -> None:
         """Passes the collected events to `deliver`. The edge's thread then competes for the interpreter."""
-        if self._deliver is not None and self._events:
-            with self._track.span("deliver", events=len(self._events)):
-                self._deliver(self._taken())
-
-    def take(self, *, is_handed_over_soon: bool = False) -> Sequence[EventT]:
-        """Removes the collected events and returns them, for the end of a step.
-
-        If `deliver` exists and `is_handed_over_soon` is True, it keeps them for `hand_over` and returns no event.
-        """
-        return () if is_handed_over_soon and self._deliver is not None else self._taken()
-
-    def _taken(self) -> Sequence[EventT]:
-        events, self._events = self._events, []
-        return events
+        if self._events:
+            events, self._events = self._events, []
+            with self._track.span("deliver", events=len(events)):
+                self._deliver(events)
 
 
 def warm_kernels(

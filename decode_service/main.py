@@ -21,6 +21,7 @@ from common.config.fast_paths import FastPath
 from common.config.settings import DecodeSettings
 from common.device.stream import PieceFailed
 from common.draft.head import DraftHead
+from common.engine import Outbox
 from common.errors import StartupError
 from common.kv.pool import CopyKv
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
@@ -52,9 +53,9 @@ from decode_service.forward.forward_side import recorded_bytes
 from decode_service.handoff.grpc_replica import PrefillAccess
 from decode_service.handoff.grpc_transport import GrpcTransport
 from decode_service.handoff.transport import HandoffTimeouts, Post, TransportReport
-from decode_service.messages import Command
+from decode_service.messages import Command, Event
 from decode_service.schedule.config import DecodeConfig
-from decode_service.schedule.scheduler import DecodeEngine, Deliver
+from decode_service.schedule.scheduler import DecodeEngine
 from decode_service.schedule.waiting_queue import OTHERS
 from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo, num_drafted
@@ -174,7 +175,8 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
         router = EventRouter(
             loop=asyncio.get_running_loop(), live_requests=live_requests, transport=transport, replicas=replicas
         )
-        engine = new_engine(settings, process, config, size, on_step=_on_step(metrics, process), deliver=router.deliver)
+        outbox = Outbox(router.deliver, runtime.timeline)
+        engine = new_engine(settings, process, config, size, outbox=outbox, on_step=_on_step(metrics, process))
         if (recorded := engine.recorded) is not None:
             _log.info(
                 "forwards_recorded",
@@ -189,7 +191,6 @@ async def assembled(settings: DecodeSettings, process: Process) -> AsyncIterator
             thread=EngineThread(
                 inbox=inbox,
                 engine=engine,
-                deliver=router.deliver,
                 on_death=router.on_death,
                 name="decode-engine",
                 enter=runtime.device.enter_thread,
@@ -257,8 +258,8 @@ def new_engine(
     config: DecodeConfig,
     size: PoolSize,
     *,
+    outbox: Outbox[Event],
     on_step: OnStep,
-    deliver: Deliver | None = None,
 ) -> DecodeEngine:
     try:
         with room_beside_pool():
@@ -266,9 +267,9 @@ def new_engine(
                 config,
                 size,
                 process.runtime.parts,
+                outbox=outbox,
                 copy_kv=_copy_kv(settings, process.runtime),
                 on_step=on_step,
-                deliver=deliver,
             )
     except PieceFailed as error:  # so far only warm-up and recording have run
         message = "the model's forwards cannot be recorded, and run as they are with it among disabled_fast_paths"

@@ -5,7 +5,7 @@ gRPC server ─▶ PrefillServicer ─post─▶ EngineInbox ─▶ PrefillEngin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import structlog
 
 from common.config.settings import PrefillSettings
 from common.draft.head import DraftHead
+from common.engine import Outbox
 from common.errors import StartupError
 from common.host.descriptors import max_connections
 from common.kv.pool_size import MemoryBeside, PoolSize, room_beside_pool
@@ -36,7 +37,7 @@ from prefill_service.edge.servicer import HandoffLimits, PrefillServicer
 from prefill_service.handoff.lent_memory import LentMemory
 from prefill_service.messages import BytesSent, Command, Event, FrameReady
 from prefill_service.schedule.config import PrefillConfig
-from prefill_service.schedule.scheduler import EdgeCalls, PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 
 _log = structlog.get_logger(__name__)
 
@@ -106,12 +107,18 @@ async def assembled(settings: PrefillSettings, process: Process) -> AsyncIterato
             handoff_metrics.on_frames(event.frame for event in events if isinstance(event, FrameReady))
             servicer.deliver(events)
 
-        edge = EdgeCalls(deliver=deliver, returned=partial(inbox.take, BytesSent))
-        engine = new_engine(config, process, size, lent.pool, on_step=metrics.on_step, edge=edge)
+        engine = new_engine(
+            config,
+            process,
+            size,
+            lent.pool,
+            outbox=Outbox(deliver, runtime.timeline),
+            returned=partial(inbox.take, BytesSent),
+            on_step=metrics.on_step,
+        )
         thread = EngineThread(
             inbox=inbox,
             engine=engine,
-            deliver=deliver,
             on_death=servicer.engine_died,
             name="prefill-engine",
             enter=runtime.device.enter_thread,
@@ -151,18 +158,20 @@ def new_engine(
     size: PoolSize,
     shared_pool: SharedPool | None,
     *,
+    outbox: Outbox[Event],
+    returned: Callable[[], Sequence[BytesSent]],
     on_step: OnStep,
-    edge: EdgeCalls | None = None,
 ) -> PrefillEngine:
     with room_beside_pool():
         return PrefillEngine(
             config,
             size,
             process.runtime.parts,
+            outbox=outbox,
+            returned=returned,
             shared_pool=shared_pool,
             new_framed_kv=FramePayload,
             on_step=on_step,
-            edge=edge,
         )
 
 

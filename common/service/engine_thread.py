@@ -1,8 +1,6 @@
 """Runs an engine on a thread of its own, the only writer of engine state.
 
-    edge (asyncio, main thread) ──post(command)──▶ EngineInbox ──▶ engine.step(commands) ──▶ deliver(events) ──▶ edge
-
-An engine may also call the same `deliver` within a step, for events that need not wait for the step's end.
+    edge (asyncio, main thread) ──post(command)──▶ EngineInbox ──▶ engine.step(commands) ──events──▶ Outbox ──▶ edge
 
 The edge (the service's network side) sees the engine only as an `EnginePort`. A test can call `Engine.step` directly,
 without this thread.
@@ -23,26 +21,22 @@ from common.telemetry.stats import EngineLoad, PoolCounts
 from common.telemetry.timeline import ENGINE, Timeline
 
 CommandT = TypeVar("CommandT")
-EventT = TypeVar("EventT")
 TakenT = TypeVar("TakenT")
 _CommandT_contra = TypeVar("_CommandT_contra", contravariant=True)
-_EventT_co = TypeVar("_EventT_co", covariant=True)
 
 _NOTHING = EngineLoad(PoolCounts(0, 0), PoolCounts(0, 0), num_queued=0, num_running=0, num_steps=0)
 
 _log = structlog.get_logger(__name__)
 
 
-class Engine(Protocol[_CommandT_contra, _EventT_co]):
+class Engine(Protocol[_CommandT_contra]):
     """An engine that is driven by steps. A step is synchronous. It uses no network, and the wall clock only for
     deadlines.
     """
 
-    def step(self, commands: Sequence[_CommandT_contra]) -> Sequence[_EventT_co]:
-        """Applies `commands`, then does one iteration's work. Returns the events that the edge has not received yet, in
-        order.
-
-        An engine that delivers events itself may hold them back until its next step, `close` or failure.
+    def step(self, commands: Sequence[_CommandT_contra]) -> None:
+        """Applies `commands`, then does one iteration's work. Its events leave by the engine's Outbox, which may hold
+        them back until the next step, `close` or a failure.
         """
 
     def idle_timeout_s(self) -> float:
@@ -146,17 +140,15 @@ class EngineInbox(EnginePort[CommandT]):
 class EngineThread(Generic[CommandT]):
     """Runs an engine's loop on a thread of its own, and records its steps and loads on `timeline`.
 
-    `deliver` is called on that thread with the events that a step returns, after those that the engine delivered within
-    the step; it must only pass them on. `on_death` is called once if the loop ends by an exception; the engine then
-    answers nothing any more. `enter` is called on the thread before the first step.
+    `on_death` is called once, on that thread, if the loop ends by an exception; the engine then answers nothing any
+    more. `enter` is called on the thread before the first step.
     """
 
     def __init__(
         self,
         *,
         inbox: EngineInbox[CommandT],
-        engine: Engine[CommandT, EventT],
-        deliver: Callable[[Sequence[EventT]], None],
+        engine: Engine[CommandT],
         on_death: Callable[[BaseException], None],
         name: str,
         enter: Callable[[], None] = lambda: None,
@@ -172,7 +164,7 @@ class EngineThread(Generic[CommandT]):
         self._is_stepping = False
         inbox.tell_load(engine.load())
         engine.be_woken_by(inbox.wake)
-        self._thread = threading.Thread(target=self._run, args=(engine, deliver), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine,), name=name, daemon=True)
 
     def start(self) -> None:
         self.inbox.tell_alive(True)
@@ -190,7 +182,7 @@ class EngineThread(Generic[CommandT]):
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step, or the delivery of its events, is in progress."""
+        """Whether a step is in progress."""
         return self._is_stepping
 
     @property
@@ -209,7 +201,7 @@ class EngineThread(Generic[CommandT]):
         self.inbox.tell_alive(False)
         self._stopping.set()
 
-    def _run(self, engine: Engine[CommandT, EventT], deliver: Callable[[Sequence[EventT]], None]) -> None:
+    def _run(self, engine: Engine[CommandT]) -> None:
         try:
             # This thread's own tensors are small: a second thread pool would only take cores from the forward's.
             set_own_num_threads(1)
@@ -219,15 +211,12 @@ class EngineThread(Generic[CommandT]):
                 self._num_steps_begun += 1
                 self._is_stepping = True
                 with self._track.span("step"):
-                    events = engine.step(commands)
+                    engine.step(commands)
                 load, before = engine.load(), self.inbox.load
                 self.inbox.tell_load(load)
                 if self._track.ring is not None and load != before:
                     self._track.count("rows", running=load.num_running, queued=load.num_queued)
                     self._track.count("slots", free=load.slots.free)
-                if events:
-                    with self._track.span("deliver", events=len(events)):
-                        deliver(events)
                 self._is_stepping = False
             engine.close()
         except BaseException as error:

@@ -66,15 +66,13 @@ from decode_service.schedule.waiting_queue import Shares, WaitingQueue
 
 _STEP_TIMEOUT_S = 300.0
 
-Deliver = Callable[[Sequence[Event]], None]
-
 
 class DecodeEngine:
     """Owns every request, row and slot of the decode service. Only its own thread may call it.
 
     `drafter` proposes the drafts; None is the model's draft head, if `parts` has one. Together, at most `size.max_rows`
-    rows are reserved, receive KV or run. Figures and time-outs use `clock` (monotonic seconds). `deliver` gets events
-    when the engine is about to wait or ends; without `deliver`, `step` returns them.
+    rows are reserved, receive KV or run. Figures and time-outs use `clock` (monotonic seconds). Events leave by
+    `outbox` when the engine is about to wait or ends.
     """
 
     def __init__(
@@ -83,11 +81,11 @@ class DecodeEngine:
         size: PoolSize,
         parts: EngineParts,
         *,
+        outbox: Outbox[Event],
         copy_kv: CopyKv = Tensor.copy_,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
-        deliver: Deliver | None = None,
     ) -> None:
         assert config.least_chunk_tokens >= parts.num_draft_layers, "the options are those of another draft head"
         device = parts.device
@@ -98,7 +96,7 @@ class DecodeEngine:
         self._clock = clock
         self._on_step = on_step
         self.track = parts.timeline.track(ENGINE)
-        self._outbox: Outbox[Event] = Outbox(deliver, self.track)
+        self._outbox = outbox
         self._vocab_size = parts.model.vocab_size
         self._depth = config.new_depth(config.spec_info)
         self.pool = KvPool(
@@ -201,10 +199,10 @@ class DecodeEngine:
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
-    def step(self, commands: Sequence[Command]) -> Sequence[Event]:
+    def step(self, commands: Sequence[Command]) -> None:
         """Runs one overlap iteration: launches the next batch, then finishes the previous one.
 
-        `commands` are applied first. Returns the events for the edge that were not passed to `deliver`.
+        `commands` are applied first.
         """
         with naming_a_lost_device(self._device):
             try:
@@ -243,7 +241,8 @@ class DecodeEngine:
             except BaseException:
                 self._outbox.hand_over()  # no later step would: final events must not be lost with the engine
                 raise
-        return self._outbox.take(is_handed_over_soon=self._in_flight is not None)  # the next step comes at once
+        if self._in_flight is None:  # else the next step comes at once, and hands them over
+            self._outbox.hand_over()
 
     def _use_wait(self, until: StreamEvent | None) -> None:
         """Does work that must not delay a launch, before the engine waits for `until`.

@@ -67,23 +67,13 @@ class _Step:
     launched_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeCalls:
-    """What the engine calls on the edge during a long launch.
-
-    `deliver` gets the events posted so far; `step` returns the others. `returned` returns the BytesSent that came since
-    the step began, so that a launch can send more.
-    """
-
-    deliver: Callable[[Sequence[Event]], None] | None = None
-    returned: Callable[[], Sequence[BytesSent]] = tuple
-
-
 class PrefillEngine:
     """Owns every prompt, row and slot of the prefill service. Only its own thread may call it.
 
     `shared_pool` is memory for the pool that receivers can read. `new_framed_kv` allocates memory for copies that are
-    sent; None means the device's own host buffers. `clock` gives monotonic seconds.
+    sent; None means the device's own host buffers. `clock` gives monotonic seconds. Events leave by `outbox` at a
+    step's end and during a long launch. `returned` returns the BytesSent that came since the step began, so that such a
+    launch can send more.
     """
 
     def __init__(
@@ -92,11 +82,12 @@ class PrefillEngine:
         size: PoolSize,
         parts: EngineParts,
         *,
+        outbox: Outbox[Event],
+        returned: Callable[[], Sequence[BytesSent]] = tuple,
         shared_pool: SharedPool | None = None,
         new_framed_kv: NewFramedKv | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep = lambda stats: None,
-        edge: EdgeCalls | None = None,
     ) -> None:
         model, device = parts.model, parts.device
         self._config = config
@@ -105,7 +96,8 @@ class PrefillEngine:
         self._wake_up = WakeUp(device)
         self._clock = clock
         self._on_step = on_step
-        self._edge = edge or EdgeCalls()
+        self._outbox = outbox
+        self._returned = returned
         self.track = parts.timeline.track(ENGINE)
         self._max_context_tokens = size.max_context_tokens
         if shared_pool is not None:
@@ -153,7 +145,6 @@ class PrefillEngine:
         self._lives = PromptLives(self.pool, ageing=config.ageing, ended=self._ended)
         self._in_flight: deque[_Step] = deque()
         self._failed_copies: list[SentKv] = []
-        self._outbox: Outbox[Event] = Outbox(self._edge.deliver, self.track)
         self._is_draining = False
         self._has_freed = False  # at the last step's end; then a queued prompt is tried at once
         self._lacks_room = False  # whether the last step found a queued prompt that must wait for a row or slots
@@ -163,7 +154,7 @@ class PrefillEngine:
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
-    def step(self, commands: Sequence[Command]) -> Sequence[Event]:
+    def step(self, commands: Sequence[Command]) -> None:
         """Runs one iteration: launches the next chunks, then finishes the forwards that have ended.
 
         It never waits for a forward, so cancellations and sent segments are handled while chunks compute.
@@ -181,7 +172,7 @@ class PrefillEngine:
             self._has_freed = self.pool.reclaim() > 0
             if self._config.debug_checks:
                 self.pool.check_conservation()
-        return self._outbox.take()
+        self._outbox.hand_over()
 
     def idle_timeout_s(self) -> float:
         has_room = len(self._in_flight) < self._config.max_in_flight
@@ -361,7 +352,7 @@ class PrefillEngine:
         while self._in_flight and (end := self._in_flight[0].chunks.end).is_done() and end.error is None:
             self._finish(self._in_flight.popleft())
             self._num_steps += 1
-        for command in self._edge.returned():
+        for command in self._returned():
             self._apply(command)
         self._sender.start_copies()
         self._post_segments()

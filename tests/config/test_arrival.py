@@ -27,6 +27,7 @@ from decode_service.schedule.config import DecodeConfig
 from decode_service.speculate.depth import AdaptiveDepth, Depth, FixedDepth
 from decode_service.speculate.spec_info import SpecInfo
 from prefill_service import main as prefill_main
+from tests.support.engines import Received
 
 KINDS: dict[ModuleType, type[ServiceSettings]] = {decode_main: DecodeSettings, prefill_main: PrefillSettings}
 
@@ -134,5 +135,5 @@ def test_the_depth_of_drafts_adapts_unless_it_is_told_not_to(
     settings = DecodeSettings(adaptive_depth=adapts)
     config = decode_main.engine_config(settings, MagicMock())
     with pytest.raises(Made) as made:
-        decode_main.new_engine(settings, process, config, size, on_step=lambda stats: None)
+        decode_main.new_engine(settings, process, config, size, outbox=Received(), on_step=lambda stats: None)
     assert isinstance(made.value.args[0], kind)

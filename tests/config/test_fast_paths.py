@@ -39,6 +39,7 @@ from common.service.runtime import Runtime
 from common.service.work_beside import Check, Work
 from decode_service.main import engine_config, new_engine
 from prefill_service import main as prefill_main
+from tests.support.engines import Received
 from tests.support.free_ports import free_address
 from tests.support.services_here import serving_here
 
@@ -246,6 +247,7 @@ def test_large_kv_lands_past_the_caches(nontemporal: bool, opened: Opens) -> Non
         instance_id="a", runtime=opened(**options), registry=CollectorRegistry(), switch=RoleSwitch([Role.DECODE])
     )
     settings = DecodeSettings(**options)
-    engine = new_engine(settings, process, engine_config(settings, None), SIZE, on_step=lambda stats: None)
+    config = engine_config(settings, None)
+    engine = new_engine(settings, process, config, SIZE, outbox=Received(), on_step=lambda stats: None)
     engine.close()
     assert engine._landing._copy_kv is (copy_kv if nontemporal else Tensor.copy_)

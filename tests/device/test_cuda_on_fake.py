@@ -52,12 +52,11 @@ class IdleEngine:
         self.has_stepped = threading.Event()
         self.fails = False
 
-    def step(self, commands: object) -> tuple[()]:
+    def step(self, commands: object) -> None:
         self._cuda.ask("step")
         self.has_stepped.set()
         if self.fails:
             raise_if_device_failed(CudaEvent(torch.cuda.Event(), "step 4", DeviceLost("the device faulted")))
-        return ()
 
     def idle_timeout_s(self) -> float:
         return BOUND_S
@@ -77,9 +76,7 @@ def begun(
 ) -> EngineThread[str]:
     """Starts a thread of the engine, which then steps."""
     inbox: EngineInbox[str] = EngineInbox()
-    thread = EngineThread(
-        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=on_death, name="engine", **options
-    )
+    thread = EngineThread(inbox=inbox, engine=engine, on_death=on_death, name="engine", **options)
     thread.start()
     inbox.post("go")
     return thread

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from common.attention.backend import ForwardInput
 from common.device.stream import Scope, Stream
+from common.engine import Outbox
 from common.errors import BatonError, RowFailure
 from common.kv.layer_group import WindowLayers
 from common.model.forward_program import OnLayerKv
@@ -41,7 +42,7 @@ from decode_service.speculate.depth import Depth, FixedDepth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from tests.engine.tag_head import DRAFT, Drafting, TagHead, draft_kv_of, drafting_of, first_seed
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, TAG_GRAMMAR, TagMatcher, TagModel, kv_of, oracle
-from tests.support.engines import new_decode_engine
+from tests.support.engines import Received, new_decode_engine
 from tests.support.scripted_device import ScriptedDevice, ScriptedEvent, ScriptedStream
 
 REPLICA = "replica"
@@ -185,8 +186,8 @@ class ScriptedEngine:
     """A decode engine that the test steps. Work on its streams runs only when the test, or the device's policy for
     waits, runs it. `options` are further ones of the engine.
 
-    Every `step` checks that no row or slot was lost. With `delivers`, the engine puts events into `delivered` as soon
-    as the edge may have them, and `step` returns only the remaining ones.
+    Every `step` checks that no row or slot was lost, and returns the events. With `delivers` they come into `delivered`
+    instead, as soon as the engine hands them over.
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class ScriptedEngine:
         self.head = (head or TagHead()) if spec_info else None
         self._spec_info = spec_info
         self.delivered: list[Event] = []
+        self._received: Received[Event] = Received()
         ticks = itertools.count()
         max_unread = CHAIN_UNREAD if spec_info is None or spec_info.topk == 1 else TREE_UNREAD
         self.engine = new_decode_engine(
@@ -222,7 +224,7 @@ class ScriptedEngine:
             max_catch_up_tokens=max_unread * max_rows,
             new_depth=FixedDepth if depth is None else lambda spec_info: depth,
             clock=clock or (lambda: float(next(ticks))),
-            deliver=self._take_delivered if delivers else None,
+            outbox=Outbox(self._take_delivered) if delivers else self._received,
             **{"reclaim_after_s": 0.0, **options},
         )
         self.outcomes: dict[str, Outcome] = {}
@@ -345,7 +347,8 @@ class ScriptedEngine:
 
     def step(self) -> list[Event]:
         commands, self._posted = self._posted, []
-        events = list(self.engine.step(commands))
+        self.engine.step(commands)
+        events = self._received.take()
         for event in events:
             self._note(event)
         assert_conserved(self.engine.load())

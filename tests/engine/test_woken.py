@@ -16,11 +16,12 @@ from common.sampling.params import ResolvedSampling
 from common.service.engine_thread import EngineInbox, EngineThread
 from common.telemetry.stats import EngineLoad, PoolCounts
 from common.wire.handoff import Accepted, HandoffRow, KvSegment
+from decode_service import messages as decode
 from decode_service.messages import FrameArrived, Replica, ReplicasChanged, StartHandoff, Submit
-from prefill_service.messages import Command, FrameReady, OpenCall
+from prefill_service.messages import Command, Event, FrameReady, OpenCall
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.engine.harness import ScriptedEngine
-from tests.support.engines import new_decode_engine, new_prefill_engine
+from tests.support.engines import Received, new_decode_engine, new_prefill_engine
 from tests.support.scripted_device import ScriptedDevice
 
 BOUND_S = 30.0
@@ -29,9 +30,11 @@ PROMPT = (11, 12, 13)
 SAMPLING = ResolvedSampling(seed=1, max_tokens=4)
 
 
-def woken_prefill(tiny_target: Callable[[str], TargetModel]) -> tuple[PrefillEngine, threading.Event]:
+def woken_prefill(
+    tiny_target: Callable[[str], TargetModel], **options: object
+) -> tuple[PrefillEngine, threading.Event]:
     """Returns a prefill engine of one row, and the event that is set when a stream wakes it."""
-    engine = new_prefill_engine(tiny_target("llama"), max_rows=1, early_sending=False)
+    engine = new_prefill_engine(tiny_target("llama"), max_rows=1, early_sending=False, **options)
     is_woken = threading.Event()
     engine.be_woken_by(is_woken.set)
     return engine, is_woken
@@ -44,9 +47,8 @@ class Sleeper:
         self.has_stepped = threading.Event()
         self.wake: Callable[[], None] = lambda: None
 
-    def step(self, commands: Sequence[str]) -> Sequence[str]:
+    def step(self, commands: Sequence[str]) -> None:
         self.has_stepped.set()
-        return ()
 
     def idle_timeout_s(self) -> float:
         return 10 * BOUND_S
@@ -64,9 +66,7 @@ class Sleeper:
 def test_a_waiting_engine_steps_when_it_is_woken() -> None:
     engine = Sleeper()
     inbox: EngineInbox[str] = EngineInbox()
-    thread = EngineThread(
-        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="engine"
-    )
+    thread = EngineThread(inbox=inbox, engine=engine, on_death=lambda error: None, name="engine")
     thread.start()
     try:
         for _ in range(3):
@@ -88,21 +88,18 @@ class Taker(Sleeper):
         self.steps: list[Sequence[object]] = []
         self.during_first: Callable[[], None] = lambda: None
 
-    def step(self, commands: Sequence[object]) -> Sequence[str]:
+    def step(self, commands: Sequence[object]) -> None:
         self.steps.append(commands)
         if len(self.steps) == 1:
             self.during_first()
         else:
             self.has_stepped.set()
-        return ()
 
 
 def test_an_engine_takes_some_commands_within_a_step_and_the_others_in_the_next() -> None:
     engine = Taker()
     inbox: EngineInbox[object] = EngineInbox()
-    thread = EngineThread(
-        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="taker"
-    )
+    thread = EngineThread(inbox=inbox, engine=engine, on_death=lambda error: None, name="taker")
     taken: list[int] = []
 
     def post_and_take() -> None:
@@ -122,9 +119,7 @@ def test_an_engine_takes_some_commands_within_a_step_and_the_others_in_the_next(
 def test_who_is_woken_in_a_step_that_takes_commands_steps_again_at_once() -> None:
     engine = Taker()
     inbox: EngineInbox[object] = EngineInbox()
-    thread = EngineThread(
-        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="taker"
-    )
+    thread = EngineThread(inbox=inbox, engine=engine, on_death=lambda error: None, name="taker")
 
     def wake_and_take() -> None:
         engine.wake()
@@ -140,11 +135,13 @@ def test_who_is_woken_in_a_step_that_takes_commands_steps_again_at_once() -> Non
 def test_prefill_is_woken_when_a_forward_ends_and_when_its_kv_is_copied(
     tiny_target: Callable[[str], TargetModel],
 ) -> None:
-    engine, is_woken = woken_prefill(tiny_target)
+    received: Received[Event] = Received()
+    engine, is_woken = woken_prefill(tiny_target, outbox=received)
     commands = [OpenCall("call", (HandoffRow("a", 0, PROMPT, len(PROMPT), SAMPLING),))]
     frames: list[object] = []
     while True:
-        frames += [event.frame for event in engine.step(commands) if isinstance(event, FrameReady)]
+        engine.step(commands)
+        frames += [event.frame for event in received.take() if isinstance(event, FrameReady)]
         if any(isinstance(frame, KvSegment) for frame in frames):
             break
         commands = []
@@ -156,13 +153,12 @@ def test_prefill_is_woken_when_a_forward_ends_and_when_its_kv_is_copied(
 
 def test_decode_is_woken_when_kv_has_landed(tiny_target: Callable[[str], TargetModel]) -> None:
     target = tiny_target("llama")
-    engine = new_decode_engine(target, max_rows=1)
+    received: Received[decode.Event] = Received()
+    engine = new_decode_engine(target, outbox=received, max_rows=1)
     is_woken = threading.Event()
     engine.be_woken_by(is_woken.set)
-    events = engine.step(
-        [ReplicasChanged((Replica("there", is_ready=True),)), Submit("a", PROMPT, len(PROMPT), SAMPLING)]
-    )
-    (call,) = [event for event in events if isinstance(event, StartHandoff)]
+    engine.step([ReplicasChanged((Replica("there", is_ready=True),)), Submit("a", PROMPT, len(PROMPT), SAMPLING)])
+    (call,) = [event for event in received.take() if isinstance(event, StartHandoff)]
     group = target.layer_group
     payload = bytes(group.num_layers * len(PROMPT) * group.layer_token_bytes)
     segment = KvSegment(0, group.name, 0, group.num_layers, 0, len(PROMPT), payload)

@@ -32,7 +32,7 @@ from tests.fuzz.target import Run, Target, join, split
 from tests.fuzz.wire_strategies import hostile_messages
 from tests.support.draft_heads import save_eagle3_head
 from tests.support.drafted import load_drafted
-from tests.support.engines import new_decode_engine
+from tests.support.engines import Received, new_decode_engine
 from tests.support.loading import load_target
 from tests.support.models import save_tiny_model
 
@@ -58,6 +58,7 @@ class EngineUnderFire:
     """
 
     engine: DecodeEngine
+    received: Received[decode.Event]
     codec: FrameCodec
     clock: _Clock
     number: int = 0
@@ -86,7 +87,8 @@ class EngineUnderFire:
         if not commands:
             time.sleep(min(0.0005, self.engine.idle_timeout_s()))
         self.clock.now_s += _TICK_S
-        return self.engine.step(commands)
+        self.engine.step(commands)
+        return self.received.take()
 
     def _answer(self, event: decode.Event, frames: Sequence[bytes], *, ends_well: bool) -> list[decode.Command]:
         match event:
@@ -135,8 +137,10 @@ def fingerprint_of(model: TargetModel, head: DraftHead | None) -> Fingerprint:
 
 def _under_fire(model: TargetModel, head: DraftHead | None) -> EngineUnderFire:
     clock = _Clock()
+    received: Received[decode.Event] = Received()
     engine = new_decode_engine(
         model,
+        outbox=received,
         max_kv_tokens=128,
         max_context_tokens=32,
         draft=head,
@@ -145,7 +149,7 @@ def _under_fire(model: TargetModel, head: DraftHead | None) -> EngineUnderFire:
         clock=clock,
     )
     codec = FrameCodec(fingerprint=fingerprint_of(model, head), vocab_size=model.vocab_size)
-    return EngineUnderFire(engine, codec, clock)
+    return EngineUnderFire(engine, received, codec, clock)
 
 
 @contextmanager

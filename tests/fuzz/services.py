@@ -18,6 +18,7 @@ from structlog.processors import format_exc_info
 from structlog.typing import EventDict
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from common.engine import Outbox
 from common.grammar.grammar import GrammarKind
 from common.model.target import TargetModel
 from common.service.engine_thread import EngineInbox, EngineThread
@@ -153,6 +154,7 @@ async def start_prefill(model: TargetModel) -> Prefill:
     )
     engine = new_prefill_engine(
         model,
+        outbox=Outbox(servicer.deliver),
         max_rows=MAX_ROWS,
         max_kv_tokens=MAX_KV_TOKENS,
         max_context_tokens=CONTEXT,
@@ -160,9 +162,7 @@ async def start_prefill(model: TargetModel) -> Prefill:
         max_batch_tokens=64,
         max_queued_rows=HANDOFF_ROWS,
     )
-    thread = EngineThread(
-        inbox=inbox, engine=engine, deliver=servicer.deliver, on_death=servicer.engine_died, name="fuzz-prefill"
-    )
+    thread = EngineThread(inbox=inbox, engine=engine, on_death=servicer.engine_died, name="fuzz-prefill")
     server = ServiceServer(service_name=PREFILL_SERVICE)
     add_prefill_servicer(servicer, server)
     thread.start()
@@ -208,14 +208,13 @@ async def start_decode(
     )
     engine = new_decode_engine(
         model,
+        outbox=Outbox(router.deliver),
         max_rows=MAX_ROWS,
         max_kv_tokens=MAX_KV_TOKENS,
         max_context_tokens=CONTEXT,
         prefill_timeout_s=prefill_timeout_s,
     )
-    thread = EngineThread(
-        inbox=inbox, engine=engine, deliver=router.deliver, on_death=router.on_death, name="fuzz-decode"
-    )
+    thread = EngineThread(inbox=inbox, engine=engine, on_death=router.on_death, name="fuzz-decode")
     limits = ModelLimits(vocab_size=model.vocab_size, max_context_tokens=CONTEXT, eos_token_ids=model.eos_token_ids)
     prompts = await Prompts(tokenizer=tokenizer, limits=limits).__aenter__()
     servicer = InferenceServicer(

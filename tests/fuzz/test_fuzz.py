@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from baton.v1 import prefill_pb2
 from common.wire.codec_commands import PrefillBatch, decode_command
 from common.wire.codec_frames import FrameCodec
-from decode_service.messages import Tokens
-from decode_service.schedule.scheduler import DecodeEngine
+from decode_service.edge.decode_edge import EventRouter
+from decode_service.messages import Event, Tokens
 from prefill_service.messages import CancelCallRows, OpenCall
 from prefill_service.schedule.scheduler import PrefillEngine
 from tests.fuzz.catalogue import TARGETS
@@ -56,9 +56,6 @@ def test_well_formed_seeds_are_still_understood(name: str) -> None:
     assert command == PrefillBatch(PLAIN, (PLAIN_ROW, LOGPROBS_ROW))
 
 
-Step = Callable[[Any, Sequence[object]], Sequence[object]]
-
-
 def replay(target: str, name: str) -> None:
     with TARGETS[target].open() as run:
         run((CORPUS / target / name).read_bytes())
@@ -67,13 +64,12 @@ def replay(target: str, name: str) -> None:
 def test_the_corpus_still_cancels_rows_over_the_real_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is made to start the call only after it has received the cancellation that follows."""
     heard: list[object] = []
-    step: Step = PrefillEngine.step
+    step: Callable[[Any, Sequence[object]], None] = PrefillEngine.step
 
-    def step_with_two(engine: Any, commands: Sequence[object]) -> Sequence[object]:
+    def step_with_two(engine: Any, commands: Sequence[object]) -> None:
         heard.extend(commands)
-        if len(heard) < 2:
-            return ()
-        return step(engine, heard if len(heard) - len(commands) < 2 else commands)
+        if len(heard) >= 2:
+            step(engine, heard if len(heard) - len(commands) < 2 else commands)
 
     monkeypatch.setattr(PrefillEngine, "step", step_with_two)
     replay("prefill_edge", "cancelled")
@@ -84,14 +80,13 @@ def test_the_corpus_still_cancels_rows_over_the_real_transport(monkeypatch: pyte
 
 def test_the_corpus_still_yields_tokens_from_a_replicas_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[object] = []
-    step: Step = DecodeEngine.step
+    deliver = EventRouter.deliver
 
-    def heard_step(engine: Any, commands: Sequence[object]) -> Sequence[object]:
-        stepped = step(engine, commands)
-        events.extend(stepped)
-        return stepped
+    def hear(router: EventRouter, delivered: Sequence[Event]) -> None:
+        events.extend(delivered)
+        deliver(router, delivered)
 
-    monkeypatch.setattr(DecodeEngine, "step", heard_step)
+    monkeypatch.setattr(EventRouter, "deliver", hear)
     replay("replica", "whole")
     assert any(isinstance(event, Tokens) for event in events), events
 

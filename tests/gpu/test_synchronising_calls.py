@@ -45,10 +45,10 @@ def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[InProc
     def watch(pair: InProcessPair) -> None:
         step = pair.decode.step
 
-        def watched_step(commands: object) -> object:
+        def watched_step(commands: object) -> None:
             try:
                 torch.cuda.set_sync_debug_mode("error")
-                return step(commands)  # type: ignore[arg-type]
+                step(commands)  # type: ignore[arg-type]
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 

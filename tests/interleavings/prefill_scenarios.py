@@ -19,7 +19,7 @@ from tests.engine.harness import assert_conserved
 from tests.engine.tags import CONTEXT_TOKENS, GROUP, WINDOW, TagModel, kv_of, oracle
 from tests.interleavings.explored_device import ExploredDevice
 from tests.interleavings.scenarios import EVICTED, INBOX, REUSED, SALT, building, shared_by
-from tests.support.engines import handoff_rows, new_prefill_engine
+from tests.support.engines import Received, handoff_rows, new_prefill_engine
 
 Body = Callable[["ExploredPrefill"], None]
 _MAX_STEPS = 400
@@ -52,9 +52,11 @@ class ExploredPrefill:
     def __init__(
         self, device: ExploredDevice, *, max_rows: int, max_kv_tokens: int, max_window_tokens: int, budget_tokens: int
     ) -> None:
+        self._received: Received[Event] = Received()
         self.engine = new_prefill_engine(
             TagModel((WINDOW,) if max_window_tokens else ()),
             device,
+            outbox=self._received,
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
             max_window_tokens=max_window_tokens,
@@ -110,7 +112,8 @@ class ExploredPrefill:
         for command in commands:
             if isinstance(command, CancelCallRows) and not self._is_done:
                 self.rows[command.rows[0]].is_cancelled = True
-        for event in self.engine.step(commands):
+        self.engine.step(commands)
+        for event in self._received.take():
             self._note(event)
         assert_conserved(self.engine.load())
 

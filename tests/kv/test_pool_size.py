@@ -27,6 +27,7 @@ from decode_service.forward.forward_side import recorded_bytes
 from decode_service.speculate.depth import AdaptiveDepth, FixedDepth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from prefill_service import main as prefill_main
+from tests.support.engines import Received
 
 GIB = 1 << 30
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -318,16 +319,17 @@ def test_an_engine_that_there_is_no_room_for_beside_its_pool_is_refused_by_the_s
         max_rows=2, max_kv_tokens=64, max_window_tokens=0, max_context_tokens=64, decided_by="max_kv_tokens"
     )
     process: Any = SimpleNamespace(runtime=SimpleNamespace(parts=None, cpu_engine=None))
+    options: dict[str, Any] = {"outbox": Received(), "on_step": lambda stats: None}
     with pytest.raises(StartupError, match=r"^memory_share: beside the KV pool .*0\.30 GiB. Lower it"):
         if main is prefill_main:
             monkeypatch.setattr(prefill_main, "PrefillEngine", take_too_much)
             config = prefill_main.engine_config(PrefillSettings())
-            prefill_main.new_engine(config, process, size, None, on_step=lambda stats: None)
+            prefill_main.new_engine(config, process, size, None, returned=tuple, **options)
         else:
             monkeypatch.setattr(decode_main, "DecodeEngine", take_too_much)
             settings = DecodeSettings()
             config = decode_main.engine_config(settings, None)
-            decode_main.new_engine(settings, process, config, size, on_step=lambda stats: None)
+            decode_main.new_engine(settings, process, config, size, **options)
 
 
 def test_memory_that_is_short_while_forwards_are_recorded_is_told_as_that() -> None:

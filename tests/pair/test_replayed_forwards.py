@@ -28,6 +28,7 @@ from common.service.roles import RoleSwitch
 from common.service.runtime import Runtime
 from decode_service import main as decode_main
 from tests.support.drafted import SAMPLED, SHAPES, Drafted, assert_same
+from tests.support.engines import Received
 from tests.support.loading import load_target
 from tests.support.pair import InProcessPair, PairOptions
 from tests.support.recording_device import CalledGraph, RecordingCpuDevice
@@ -103,9 +104,8 @@ def test_a_model_that_cannot_be_recorded_is_refused_by_the_setting_that_asks_for
     )
     with pytest.raises(StartupError, match=r"^cuda_graphs: .*stream is capturing"):
         settings = DecodeSettings()
-        decode_main.new_engine(
-            settings, process, decode_main.engine_config(settings, None), size, on_step=lambda stats: None
-        )
+        config = decode_main.engine_config(settings, None)
+        decode_main.new_engine(settings, process, config, size, outbox=Received(), on_step=lambda stats: None)
     device.close(BOUND_S)
 
 

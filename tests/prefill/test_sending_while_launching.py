@@ -110,7 +110,6 @@ class Rig(PrefillHalf):
             max_segment_bytes=self.segment_bytes,
             send_budget_bytes=num_unsent * self.segment_bytes,
             early_sending=early_sending,
-            deliver=self.take,
             returned=self.returned,
         )
 

@@ -238,11 +238,10 @@ class HangingEngine:
     def __init__(self) -> None:
         self.has_begun, self.goes_on = threading.Event(), threading.Event()
 
-    def step(self, commands: Sequence[str]) -> Sequence[str]:
+    def step(self, commands: Sequence[str]) -> None:
         if commands:
             self.has_begun.set()
             assert self.goes_on.wait(BOUND_S)
-        return ()
 
     def idle_timeout_s(self) -> float:
         return 10 * BOUND_S
@@ -260,9 +259,7 @@ class HangingEngine:
 def test_an_engine_thread_tells_a_step_that_hangs_from_waiting_for_commands(rig: Rig) -> None:
     engine = HangingEngine()
     inbox: EngineInbox[str] = EngineInbox()
-    thread = EngineThread(
-        inbox=inbox, engine=engine, deliver=lambda events: None, on_death=lambda error: None, name="engine"
-    )
+    thread = EngineThread(inbox=inbox, engine=engine, on_death=lambda error: None, name="engine")
     thread.start()
     watchdog = rig.watch(thread)
     inbox.post("hang")

@@ -10,7 +10,7 @@ import torch
 
 from common.device.factory import open_device
 from common.device.stream import Device
-from common.engine import EngineConfig, EngineParts
+from common.engine import EngineConfig, EngineParts, EventT, Outbox
 from common.kv.pool_size import PoolSize
 from common.model.target import TargetModel
 from common.sampling.params import ResolvedSampling
@@ -20,7 +20,7 @@ from decode_service.schedule.config import DecodeConfig
 from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.messages import CallDone, Command, Event, FrameReady, OpenCall
 from prefill_service.schedule.config import PrefillConfig
-from prefill_service.schedule.scheduler import EdgeCalls, PrefillEngine
+from prefill_service.schedule.scheduler import PrefillEngine
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
@@ -33,9 +33,24 @@ def cpu_device() -> Device:
     return open_device("cpu", num_threads=1)
 
 
+class Received(Outbox[EventT]):
+    """An outbox that keeps the events of an engine until the test takes them."""
+
+    def __init__(self) -> None:
+        self._received: list[EventT] = []
+        super().__init__(self._received.extend)
+
+    def take(self) -> list[EventT]:
+        """Returns the events posted since the last call, also those that the engine holds back until its next step."""
+        self.hand_over()
+        received = list(self._received)
+        self._received.clear()
+        return received
+
+
 def new_decode_engine(model: object, device: Device | None = None, **options: Any) -> DecodeEngine:
     """Returns a decode engine with the sizes in `SMALL`, which `options` override: fields of its config, its size and
-    its parts, or arguments. Without a device it gets a CPU device of its own.
+    its parts, or arguments. Without a device it gets a CPU device of its own. Without an outbox nobody gets its events.
 
     `model` is a TargetModel or a stand-in for one.
     """
@@ -46,17 +61,17 @@ def new_decode_engine(model: object, device: Device | None = None, **options: An
 
 
 def new_prefill_engine(model: object, device: Device | None = None, **options: Any) -> PrefillEngine:
-    """Returns a prefill engine with the sizes in `SMALL`, which `options` override: fields of its config, its size, its
-    parts and its edge, or arguments. Without a device it gets a CPU device of its own.
+    """Returns a prefill engine with the sizes in `SMALL`, which `options` override: fields of its config, its size and
+    its parts, or arguments. Without a device it gets a CPU device of its own. Without an outbox nobody gets its events.
     """
-    edge = EdgeCalls(**_taken(EdgeCalls, options))
-    return PrefillEngine(*_values(PrefillConfig, model, device, options), edge=edge, **options)
+    return PrefillEngine(*_values(PrefillConfig, model, device, options), **options)
 
 
 def _values(
     kind: type[ConfigT], model: object, device: Device | None, options: dict[str, Any]
 ) -> tuple[ConfigT, PoolSize, EngineParts]:
-    """Takes the fields of config, size and parts out of `options`, and returns these values."""
+    """Takes the fields of config, size and parts out of `options`, and returns these values. Adds an outbox."""
+    options.setdefault("outbox", Outbox(lambda events: None))
     for name, value in SMALL.items():
         options.setdefault(name, value)
     if (draft := options.get("draft")) is not None and kind is DecodeConfig:
@@ -82,7 +97,7 @@ class PrefillHalf:
     """
 
     def __init__(self, model: object, device: Device | None = None, **options: Any) -> None:
-        self.engine = new_prefill_engine(model, device, **options)
+        self.engine = new_prefill_engine(model, device, outbox=Outbox(self.take), **options)
         self.frames: list[FrameReady] = []
         self.ended_calls: set[str] = set()
 
@@ -104,10 +119,10 @@ class PrefillHalf:
         self.step(OpenCall(call_id, tuple(rows), shares_memory=shares_memory))
 
     def step(self, *commands: Command) -> None:
-        self.take(self.engine.step(commands))
+        self.engine.step(commands)
 
     def take(self, events: Sequence[Event]) -> None:
-        """Keeps the events that the engine emits, in a step or while it launches one."""
+        """Keeps the events that the engine hands over."""
         for event in events:
             assert event.call_id not in self.ended_calls, f"the call has ended, and then came {event}"
             if isinstance(event, FrameReady):

@@ -36,7 +36,7 @@ from decode_service.speculate.depth import Depth, FixedDepth
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
 from prefill_service import messages as prefill
 from prefill_service.schedule.scheduler import PrefillEngine
-from tests.support.engines import cpu_device, new_decode_engine, new_prefill_engine
+from tests.support.engines import Received, cpu_device, new_decode_engine, new_prefill_engine
 from tests.support.models import END_ID, make_tokenizer
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class PrefillReplica:
         engine: PrefillEngine,
         memory: SharedPool | None,
         *,
+        outbox: Received[prefill.Event],
         post: Post,
         new_matcher: NewMatcher,
         receive_budget_bytes: int,
@@ -130,6 +131,7 @@ class PrefillReplica:
         self.engine = engine
         self.memory = memory
         self.commands: list[prefill.Command] = []
+        self._outbox = outbox
         self._post = post
         self._new_matcher = new_matcher
         self._budget = ReceiveBudget(receive_budget_bytes)
@@ -139,7 +141,8 @@ class PrefillReplica:
 
     def step(self, tamper: Tamper | None) -> None:
         commands, self.commands = self.commands, []
-        for event in self.engine.step(commands):
+        self.engine.step(commands)
+        for event in self._outbox.take():
             if isinstance(event, prefill.FrameReady):
                 self._carry(event.call_id, event.frame, tamper)
             else:
@@ -288,11 +291,13 @@ class InProcessPair:
         self.tamper: Tamper | None = None
         self._aborted: set[str] = set()
         self._to_decode: list[decode.Command] = []
+        self._from_decode: Received[decode.Event] = Received()
         self._reported: dict[str, decode.Replica] = {}
         self._replica_of_call: dict[str, PrefillReplica] = {}
         self.decode = new_decode_engine(
             model,
             device,
+            outbox=self._from_decode,
             draw_kernels=draw_kernels or new_draw_kernels("kernels", torch_device=device.torch_device),
             max_rows=options.decode_rows,
             max_kv_tokens=options.decode_tokens,
@@ -332,9 +337,11 @@ class InProcessPair:
                 num_window_slots=options.prefill_window_tokens or options.prefill_tokens,
                 directory=None,
             )
+        outbox: Received[prefill.Event] = Received()
         engine = new_prefill_engine(
             model,
             device,
+            outbox=outbox,
             draw_kernels=self._prefill_draw_kernels or new_draw_kernels("kernels", torch_device=device.torch_device),
             max_rows=options.prefill_rows,
             max_kv_tokens=options.prefill_tokens,
@@ -364,6 +371,7 @@ class InProcessPair:
             address,
             engine,
             memory,
+            outbox=outbox,
             post=self._post_report,
             new_matcher=self._new_matcher,
             receive_budget_bytes=options.receive_budget_bytes,
@@ -473,7 +481,8 @@ class InProcessPair:
 
     def _step_decode(self) -> None:
         commands, self._to_decode[:] = list(self._to_decode), []
-        for event in self.decode.step(commands):
+        self.decode.step(commands)
+        for event in self._from_decode.take():
             self._route(event)
 
     def run(self, *, bound_s: float = 60.0, until: Callable[[], bool] | None = None) -> None:

@@ -15,7 +15,7 @@ from common.engine import Place
 from common.kv.rows import RowColumns
 from common.kv.slot_allocator import SlotAllocator
 from decode_service.forward.future_map import FutureMap, RelayPayload
-from decode_service.messages import Command, Event
+from decode_service.messages import Command
 from decode_service.schedule.landing import LandingRow
 from decode_service.schedule.life import RULES
 from decode_service.schedule.running_rows import Rows, RunningRows
@@ -83,14 +83,13 @@ def rejected_slots_given_back(patch: pytest.MonkeyPatch) -> None:
     """
     step, slots, columns = DecodeEngine.step, newest(patch, SlotAllocator), newest(patch, RowColumns)
 
-    def mutant(self: DecodeEngine, commands: Sequence[Command]) -> Sequence[Event]:
-        events = step(self, commands)
+    def mutant(self: DecodeEngine, commands: Sequence[Command]) -> None:
+        step(self, commands)
         for req in self.lives.requests.values():
             if req.lease is not None and RULES[req.phase].place is Place.ROWS:
                 num_committed = len(req.token_ids) - 1
                 slots().give_back(req.lease.slots[num_committed:])
                 columns().num_slots[req.lease.row] = num_committed
-        return events
 
     patch.setattr(DecodeEngine, "step", mutant)
 
