@@ -16,15 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton_cpu.compiler.jit import Kernel, exp, jit, prefetch
+from baton_cpu.compiler.jit import Kernel, exp, jit
 from baton_cpu.compiler.kernel_cache import compiled
+from baton_cpu.compiler.memory import address_of
 from baton_cpu.compiler.numbers import NumberFormat, number_format, read, rounded_as_torch
+from baton_cpu.compiler.vectors import LINE_BYTES, prefetch
 from common.attention.backend import AttentionPlan, ForwardInput, KernelShape, LayerAttention
 from common.attention.fp8_kv import FP8_BITS
 from common.attention.torch_attention import ExtendPlan, with_kv_heads
 
 _TOKENS_AHEAD = 16
-_CACHE_LINE_BYTES = 64
 NUM_LANES = 16
 MAX_QUERIES = 32  # per row: with more, gathering its KV once costs less than reading it for each query
 
@@ -216,8 +217,8 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
         token = np.empty(head_dim, np.float32)
         lanes = np.empty(NUM_LANES, np.float32)
         token_bytes = kv.shape[2] * head_bytes
-        own_at = first_kv_head * head_bytes
-        plane_bytes = kv.shape[1] * token_bytes + own_at
+        keys_at = address_of(kv) + first_kv_head * head_bytes
+        values_at = keys_at + kv.shape[1] * token_bytes
         for i in range(queries.shape[0]):
             for h in range(num_kv_heads):
                 for d in range(head_dim):
@@ -241,9 +242,9 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                             output[h, m, g, d] = np.float32(0)
             for t in range(lowest, num_tokens):
                 slot = req_to_token[row, t]
-                ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + own_at
-                for offset in range(0, own_bytes, _CACHE_LINE_BYTES):
-                    prefetch(kv, ahead + offset)
+                ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + keys_at
+                for offset in range(0, own_bytes, LINE_BYTES):
+                    prefetch(ahead + offset)
                 for h in range(num_kv_heads):
                     for d in range(head_dim):
                         token[d] = read(kv[0, slot, first_kv_head + h, d])
@@ -280,9 +281,9 @@ def _compiled(num_kv_heads: int, num_shared: int, head_dim: int, dtype: torch.dt
                             scores[h, m, g, place] *= share
             for t in range(lowest, num_tokens):
                 slot = req_to_token[row, t]
-                ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + plane_bytes
-                for offset in range(0, own_bytes, _CACHE_LINE_BYTES):
-                    prefetch(kv, ahead + offset)
+                ahead = req_to_token[row, min(t + _TOKENS_AHEAD, num_tokens - 1)] * token_bytes + values_at
+                for offset in range(0, own_bytes, LINE_BYTES):
+                    prefetch(ahead + offset)
                 for h in range(num_kv_heads):
                     for d in range(head_dim):
                         token[d] = read(kv[1, slot, first_kv_head + h, d])

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from baton_cpu.compiler.jit import Kernel
 from baton_cpu.compiler.kernel_cache import compiled
+from baton_cpu.compiler.vectors import INT, LINE_BYTES, WORD, prefetch_line
 
-LINE_BYTES = 64
 MIN_BYTES = 4 << 20  # a smaller copy may still be in a cache when it is first read
 
 _NUM_VECTORS = 2
-_WORD, _NUMBER = ir.IntType(64), ir.IntType(32)
-_VECTOR = ir.VectorType(_WORD, LINE_BYTES // _NUM_VECTORS // 8)
+_VECTOR = ir.VectorType(WORD, LINE_BYTES // _NUM_VECTORS // 8)
 _VECTOR_BYTES = LINE_BYTES // _NUM_VECTORS
 _BYTES_AHEAD = 512
 
@@ -81,13 +80,9 @@ def _copy_blocks(
 def _copy_line(_context, target, source, ahead):
     def generate(target_context, builder, _signature, arguments):
         to, line, following = arguments
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _NUMBER, _NUMBER, _NUMBER])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        for_reading, once, data_cache = _NUMBER(0), _NUMBER(0), _NUMBER(1)
-        builder.call(prefetch, [builder.inttoptr(following, pointer), for_reading, once, data_cache])
-        past_caches = builder.module.add_metadata([_NUMBER(1)])
-        offsets = [_WORD(place * _VECTOR_BYTES) for place in range(_NUM_VECTORS)]
+        prefetch_line(builder, following, once=True)
+        past_caches = builder.module.add_metadata([INT(1)])
+        offsets = [WORD(place * _VECTOR_BYTES) for place in range(_NUM_VECTORS)]
         vectors = []
         for offset in offsets:
             vector = builder.load(builder.inttoptr(builder.add(line, offset), _VECTOR.as_pointer()))

@@ -1,4 +1,4 @@
-"""Compiles kernels for CPUs, and gives them two operations that numba lacks: a prefetch, and an exp that vectorises."""
+"""Compiles kernels for CPUs, and gives them an exp that vectorises, which numba lacks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.extending import intrinsic
 
 Kernel = Callable[..., Any]
 
@@ -32,25 +30,6 @@ def jit(function: Kernel, *, is_kept: bool = False) -> Kernel:
     that a row's results are wrong.
     """
     return cast("Kernel", numba.njit(cache=is_kept, **_OPTIONS)(function))
-
-
-@intrinsic
-def _prefetch(_context, array, offset_bytes):
-    def generate(target, builder, signature, arguments):
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        data = target.make_array(signature.args[0])(target, builder, arguments[0]).data
-        address = builder.gep(builder.bitcast(data, pointer), [arguments[1]])
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        for_reading, keep, data_cache = number(0), number(3), number(1)
-        builder.call(function, [address, for_reading, keep, data_cache])
-        return target.get_dummy_value()
-
-    return numba.void(array, offset_bytes), generate
-
-
-prefetch = cast("Kernel", _prefetch)
-"""`prefetch(array, offset_bytes)`, for kernels: prefetches the array's cache line at that offset. Never faults."""
 
 
 @numba.njit(inline="always")

@@ -28,15 +28,15 @@ def declared(builder: Any, name: str, kind: ir.FunctionType) -> Any:
 
 
 def prefetch_line(builder: Any, address: Any, *, once: bool = False) -> None:
-    """Generates a prefetch of the cache line at `address`, an LLVM pointer. `once` tells the CPU that the line will be
-    read a single time, so that it does not replace other data in the outer caches. `builder` is llvmlite's IRBuilder,
-    which the code is added to.
+    """Generates a prefetch of the cache line at `address`, an LLVM int64. It never faults. `once` tells the CPU that
+    the line will be read a single time, so that it does not replace other data in the outer caches. `builder` is
+    llvmlite's IRBuilder, which the code is added to.
     """
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
     function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
     for_reading, locality, data_cache = INT(0), INT(0 if once else 3), INT(1)
-    builder.call(function, [builder.bitcast(address, pointer), for_reading, locality, data_cache])
+    builder.call(function, [builder.inttoptr(address, pointer), for_reading, locality, data_cache])
 
 
 def spread(builder: Any, number: Any, vector: ir.VectorType) -> Any:
@@ -129,6 +129,19 @@ def switch(builder: Any, number: Any, most: int, generate_for: Callable[[int], N
         generate_for(num)
         builder.branch(after)
     builder.position_at_end(after)
+
+
+@intrinsic
+def _prefetch(_context, address):
+    def generate(target, builder, _signature, arguments):
+        prefetch_line(builder, arguments[0])
+        return target.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+prefetch = cast("Kernel", _prefetch)
+"""`prefetch(address)`, for kernels: prefetches the cache line at that address. Never faults."""
 
 
 @intrinsic

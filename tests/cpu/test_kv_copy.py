@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from baton_cpu import kv_copy
-from baton_cpu.kv_copy import LINE_BYTES, MIN_BYTES, copy_blocks, copy_kv
+from baton_cpu.compiler.vectors import LINE_BYTES
+from baton_cpu.kv_copy import MIN_BYTES, copy_blocks, copy_kv
 
 
 @pytest.fixture

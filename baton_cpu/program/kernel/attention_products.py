@@ -13,14 +13,14 @@ array of the pool's dtype.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from baton_cpu.compiler.jit import Kernel, jit
+from baton_cpu.compiler.jit import jit
 from baton_cpu.compiler.memory import pointer
 from baton_cpu.compiler.numbers import read
 from baton_cpu.compiler.vectors import (
@@ -32,6 +32,7 @@ from baton_cpu.compiler.vectors import (
     WORD,
     load_floats,
     multiply_add,
+    prefetch,
     prefetch_line,
     spread,
     store_floats,
@@ -50,19 +51,6 @@ _FOUR = ir.VectorType(FLOAT, _SCORES_TOGETHER)
 _PLACE = types.int64
 
 
-@intrinsic
-def _prefetch(_context, address):
-    def generate(target, builder, _signature, arguments):
-        prefetch_line(builder, builder.inttoptr(arguments[0], ir.IntType(8).as_pointer()))
-        return target.get_dummy_value()
-
-    return types.void(_PLACE), generate
-
-
-prefetch_at = cast("Kernel", _prefetch)
-"""`prefetch_at(address)`, for kernels: prefetches that cache line. Never faults."""
-
-
 @jit
 def ask_for_tokens(plane, token_bytes, slots, num_tokens):
     """Prefetches the keys, or the values, of `num_tokens` tokens, for all KV heads. `plane` is the address of slot 0's
@@ -72,7 +60,7 @@ def ask_for_tokens(plane, token_bytes, slots, num_tokens):
     places = words(slots, num_tokens)
     for t in range(num_tokens):
         for offset in range(0, token_bytes, LINE_BYTES):
-            prefetch_at(plane + places[t] * token_bytes + offset)
+            prefetch(plane + places[t] * token_bytes + offset)
 
 
 def _scores_of(num_vectors: int) -> Any:
@@ -226,8 +214,7 @@ def _ask_ahead(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: An
     later = builder.select(builder.icmp_signed("<", later, last), later, last)
     address = _token_address(builder, plane, token_bytes, slots, later)
     for offset in range(0, num_vectors * LANES * element.bitwidth // 8, LINE_BYTES):
-        where = builder.add(address, WORD(offset))
-        prefetch_line(builder, builder.inttoptr(where, ir.IntType(8).as_pointer()))
+        prefetch_line(builder, builder.add(address, WORD(offset)))
 
 
 def _token_address(builder: Any, plane: Any, token_bytes: Any, slots: Any, token: Any) -> Any:

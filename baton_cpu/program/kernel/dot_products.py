@@ -148,7 +148,7 @@ def _generate_pass(builder: Any, arguments: Any, num_rows: int, outputs: range, 
     if outputs[0] == 0:
         for offset in range(0, 4 * PANEL_WIDTH, LINE_BYTES):  # a first pass prefetches for the second one too
             ahead = builder.add(builder.mul(number, WORD(4 * PANEL_WIDTH)), WORD(offset + _BYTES_AHEAD))
-            prefetch_line(builder, builder.inttoptr(builder.add(panel, ahead), INTS.as_pointer()), once=is_last)
+            prefetch_line(builder, builder.add(panel, ahead), once=is_last)
     new = multiply(builder, _PanelStep(builder, vectors, rows, outputs, number), sums)
     following = builder.add(number, WORD(1))
     number.add_incoming(following, loop)

@@ -189,13 +189,13 @@ def _run(board, run, call, thread, like):
         following = operations[(operation + 1) * NUM_FIELDS : (operation + 2) * NUM_FIELDS]
         if following.shape[0] and following[Field.KIND] == Kind.INPUT_NORM:
             following = operations[(operation + 2) * NUM_FIELDS : (operation + 3) * NUM_FIELDS]
-        ahead, ahead_bytes = call, np.int64(0)
+        ahead, ahead_bytes = np.int64(0), np.int64(0)
         if following.shape[0] and following[Field.KIND] == Kind.LINEAR:
             first, num_panels, most = np.int64(0), following[Field.NUM_PANELS], _most_items(call, following, like)
             for _ in range(thread):
                 first += share_of(num_panels - first, share, most)
             start = min(first, num_panels) * _panel_bytes(following, like)
-            ahead, ahead_bytes = words(following[Field.WEIGHT] + start, 1), np.int64(_AHEAD_BYTES)
+            ahead, ahead_bytes = following[Field.WEIGHT] + start, np.int64(_AHEAD_BYTES)
         if not await_operation(board, run, operation, num_items, ahead, ahead_bytes):
             return
 

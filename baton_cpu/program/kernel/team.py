@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_cpu.compiler.jit import jit, prefetch
+from baton_cpu.compiler.jit import jit
 from baton_cpu.compiler.memory import (
     add_to_word,
     address_of,
@@ -39,9 +39,9 @@ from baton_cpu.compiler.memory import (
     write_file,
     yield_core,
 )
+from baton_cpu.compiler.vectors import LINE_BYTES, prefetch
 from common.host.cores import compute
 
-_LINE_BYTES = 64
 _LINE = 8  # words of a cache line; each word that threads write often has a line of its own
 _RUN, _NUM_ASLEEP, _PROGRESS = 0, _LINE, 2 * _LINE
 _COUNTERS = 3 * _LINE
@@ -109,7 +109,7 @@ def offer_core(num_turns):
 @jit
 def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
     """Waits until all `num_items` items of an operation are done. Returns True, or False if run number `run` is over
-    instead. While it waits it prefetches the first `ahead_bytes` of array `ahead`; the array may be shorter than that.
+    instead. While it waits it prefetches `ahead_bytes` bytes from address `ahead` on; fewer may be there.
 
     `board` is the address of the words that the team's threads share. `operation` is the operation's index in the run's
     program. A run is one execution of a program; runs are numbered.
@@ -126,8 +126,8 @@ def await_operation(board, run, operation, num_items, ahead, ahead_bytes):
             return False
         num_spins += 1
         if offset < ahead_bytes:
-            prefetch(ahead, offset)
-            offset += _LINE_BYTES
+            prefetch(ahead + offset)
+            offset += LINE_BYTES
         elif num_spins > _SPINS_BEFORE_YIELD:
             yield_core()
         else:

@@ -45,7 +45,7 @@ class Board:
         return range(first, first + number)
 
     def awaits(self, run: int, num_items: int) -> bool:
-        return bool(await_operation(self.address, run, 0, num_items, NOTHING, 0))
+        return bool(await_operation(self.address, run, 0, num_items, 0, 0))
 
 
 @pytest.fixture(scope="module")
