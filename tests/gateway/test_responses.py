@@ -94,7 +94,8 @@ def prompt_of(**fields: Any) -> ChatInput:
 
 @pytest.mark.usefixtures("speaks")
 def test_an_output_is_a_list_of_items(edge: GatewayHere) -> None:
-    response = edge.openai().responses.create(**BODY, tools=[PICK], metadata={"a": "b"}, instructions="Be brief.")
+    longest = {"a" * 64: "b" * 512}
+    response = edge.openai().responses.create(**BODY, tools=[PICK], metadata=longest, instructions="Be brief.")
     reasoning, message, call = response.output
     assert reasoning.type == "reasoning" and reasoning.content is not None
     assert [part.text for part in reasoning.content] == ["Hm."]
@@ -115,7 +116,7 @@ def test_an_output_is_a_list_of_items(edge: GatewayHere) -> None:
         },
         "total_tokens": 10,
     }
-    assert (response.metadata, response.instructions, response.tool_choice) == ({"a": "b"}, "Be brief.", "auto")
+    assert (response.metadata, response.instructions, response.tool_choice) == (longest, "Be brief.", "auto")
     assert (response.model_extra or {})["store"] is False
 
 
