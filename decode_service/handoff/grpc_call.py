@@ -152,8 +152,10 @@ class GrpcCall:
     async def _read_frames(self, stream: Stream) -> None:
         """Reads frames from the gRPC call `stream` and posts them, until the replica ends the call.
 
-        If the budget has room for a frame, the next one is read while this one is decoded.
+        If the budget has room for a frame, the next one is read while this one is decoded. The replica sends the head
+        of its answer before it reads the rows, so one that sends none hangs, or cannot be reached.
         """
+        await self._arrived(begin_read(stream.initial_metadata()), self._timeouts.answer_timeout_s, what="answer")
         reading = begin_read(stream.read())
         accepted = await self._arrived(reading, self._timeouts.accept_timeout_s)
         if accepted is None or not isinstance(frame := self._decode(accepted), Accepted):
@@ -206,14 +208,14 @@ class GrpcCall:
         return segment
 
     async def _arrived(
-        self, reading: asyncio.Future[object], timeout_s: float, *, steps_count: bool = False
+        self, reading: asyncio.Future[object], timeout_s: float, *, steps_count: bool = False, what: str = "frame"
     ) -> bytes | None:
         """Waits for a frame and returns it. Returns None if the replica ended the call without an error.
 
-        Raises PrefillUnavailable after `timeout_s` without a frame. If `steps_count`, the time-out starts again when a
-        poll has found that the replica's engine has made steps: then it is busy with other rows, not lost. The time-out
-        is counted in short waits, not by the clock, so that a time in which this process was stopped counts as one
-        wait.
+        Raises PrefillUnavailable after `timeout_s` without a frame; `what` is its name in the error. If `steps_count`,
+        the time-out starts again when a poll has found that the replica's engine has made steps: then it is busy with
+        other rows, not lost. The time-out is counted in short waits, not by the clock, so that a time in which this
+        process was stopped counts as one wait.
         """
         seen, num_looks = self._replica.num_steps, 0
         while not reading.done() and not (await asyncio.wait({reading}, timeout=timeout_s / _LOOKS_PER_TIMEOUT))[0]:
@@ -221,7 +223,7 @@ class GrpcCall:
             if steps_count and self._replica.num_steps != seen:
                 seen, num_looks = self._replica.num_steps, 0
             elif num_looks == _LOOKS_PER_TIMEOUT:
-                raise PrefillUnavailable(f"{self.replica}: no frame within {timeout_s} s")
+                raise PrefillUnavailable(f"{self.replica}: no {what} within {timeout_s} s")
         data = reading.result()
         return data if isinstance(data, bytes) else None
 

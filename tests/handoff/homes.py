@@ -29,6 +29,7 @@ from tests.wire.strategies import VOCAB_SIZE
 
 FAST = HandoffTimeouts(
     connect_timeout_s=BOUND_S,
+    answer_timeout_s=BOUND_S,
     accept_timeout_s=BOUND_S,
     progress_timeout_s=BOUND_S,
     poll_interval_s=0.02,

@@ -23,7 +23,8 @@ class RawReplica:
     """A prefill replica with scripted answers. It writes `frames` to each Handoff call and then ends the call, unless
     it `hangs` or fails with `status`.
 
-    A non-empty entry of `answers` replaces the correct answer to that method; with a status code the method fails.
+    A non-empty entry of `answers` replaces the correct answer to that method; with a status code the method fails. If
+    it `is_silent`, it does not even begin to answer Handoff calls.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class RawReplica:
         self.frames: Sequence[bytes] = ()
         self.answers: Mapping[str, bytes | grpc.StatusCode] = {}
         self.hangs = False
+        self.is_silent = False
         self.status: grpc.StatusCode | None = None
         self.details = "the script says so"
         self.credentials: grpc.ServerCredentials | None = None
@@ -84,6 +86,8 @@ class RawReplica:
         await self._server.stop(0)
 
     async def _handoff(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        if not self.is_silent:
+            await context.send_initial_metadata(())
         await context.read()
         self.peers.append(context.peer())
         for frame in self.frames:

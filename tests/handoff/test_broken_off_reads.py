@@ -93,6 +93,9 @@ class HangingStream:
     async def write(self, data: bytes) -> None:
         pass
 
+    async def initial_metadata(self) -> object:
+        return ()
+
     async def read(self) -> bytes:
         self.is_read.set()
         try:

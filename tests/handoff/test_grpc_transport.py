@@ -218,12 +218,17 @@ def test_a_status_without_details_is_a_lost_peer_or_a_fault(
 # ---- a replica that stalls ------------------------------------------------------------------------------------------
 
 
-def test_no_accepted_in_time_ends_the_call(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("is_silent", "timeout", "words"),
+    [(True, "answer_timeout_s", "no answer within 0.05 s"), (False, "accept_timeout_s", "no frame within 0.05 s")],
+    ids=["no head", "no Accepted"],
+)
+def test_no_accepted_in_time_ends_the_call(rig: Rig, is_silent: bool, timeout: str, words: str) -> None:
     replica = RawReplica()
-    replica.hangs = True
-    end = rig.call(replica, timeouts=replace(FAST, accept_timeout_s=0.05)).ended("call")
+    replica.hangs, replica.is_silent = True, is_silent
+    end = rig.call(replica, timeouts=replace(FAST, **{timeout: 0.05})).ended("call")
     assert isinstance(end.error, PrefillUnavailable)
-    assert "no frame within 0.05 s" in str(end.error)
+    assert words in str(end.error)
     assert rig.decode.arrived("call") == []
 
 

@@ -35,6 +35,9 @@ class ArrivedStream:
     async def write(self, data: bytes) -> None:
         pass
 
+    async def initial_metadata(self) -> object:
+        return ()
+
     async def read(self) -> Any:
         self.num_read += 1
         return FRAMES[self.num_read - 1] if self.num_read <= len(FRAMES) else grpc.aio.EOF
