@@ -12,7 +12,7 @@ from dataclasses import replace
 import grpc
 
 from baton.v1 import prefill_pb2
-from common.errors import BatonError, EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.errors import BatonError, EngineFault, FingerprintMismatch, Overloaded, PrefillUnavailable, RowFailure
 from common.kv.shared_kv import PoolLost, ReadablePool, RemoteKv
 from common.peer_text import peer_text
 from common.rpc.aio import begin_read
@@ -23,7 +23,7 @@ from common.telemetry.timeline import Track
 from common.wire.codec_commands import encode_cancel_rows, encode_prefill_batch, encode_release_segments
 from common.wire.codec_frames import FrameCodec
 from common.wire.fingerprint import Fingerprint
-from common.wire.handoff import Accepted, Frame, KvSegment, frame_figures
+from common.wire.handoff import Accepted, Frame, KvSegment, RowFailed, frame_figures
 from decode_service.handoff.grpc_replica import GrpcReplica
 from decode_service.handoff.receive_budget import ReceiveBudget
 from decode_service.handoff.transport import HandoffTimeouts, Post
@@ -44,6 +44,7 @@ _PEER_REFUSES = frozenset(
 )
 _HANDOFF = f"/{prefill_pb2.DESCRIPTOR.services_by_name['Prefill'].full_name}/Handoff"
 _LOOKS_PER_TIMEOUT = 4
+_LONGEST_RETRY_S = 60.0
 
 
 def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
@@ -63,6 +64,15 @@ def error_of_status(replica: str, failure: grpc.aio.AioRpcError) -> BatonError:
             told.get("field", "a field"), told.get("decode", "one value"), told.get("prefill", "another")
         )
     return PrefillUnavailable(message) if code in _PEER_REFUSES else EngineFault(message)
+
+
+def retry_after_ms_of(failure: grpc.aio.AioRpcError) -> int | None:
+    """Returns when a replica that refused the call wants to be asked again, or None if it did not refuse it for being
+    full.
+    """
+    info = error_info(failure)
+    told_s = "" if info is None or info.reason != Overloaded.reason else info.metadata.get("retry_after_s", "")
+    return round(1000 * min(float(told_s), _LONGEST_RETRY_S)) if told_s.isdecimal() else None
 
 
 Stream = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -112,7 +122,8 @@ class GrpcCall:
     async def exchange(self) -> None:
         """Sends the rows and posts the frames that come back, until the replica ends the call.
 
-        Raises a BatonError if the call ends in another way.
+        If the replica has no room for the call, it has refused each row: then as many RowFailed are posted. Raises a
+        BatonError if the call ends in another way.
         """
         secret = b"" if self._pool is None else self._pool.secret
         start_ns = time.monotonic_ns()
@@ -125,7 +136,12 @@ class GrpcCall:
             with nullcontext() if self._pool is None else self._pool.in_use():
                 await self._read_frames(stream)
         except grpc.aio.AioRpcError as failure:
-            raise error_of_status(self.replica, failure) from failure
+            error = error_of_status(self.replica, failure)
+            if (retry_after_ms := retry_after_ms_of(failure)) is None:
+                raise error from failure
+            for row in range(len(self._rows)):
+                refused = RowFailed(row, RowFailure.CAPACITY, True, retry_after_ms, str(error))
+                self._post(FrameArrived(self._call_id, refused))
         except PoolLost as error:
             raise PrefillUnavailable(f"{self.replica}: {peer_text(str(error))}") from error
         except ProtocolError as error:

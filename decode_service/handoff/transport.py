@@ -71,7 +71,8 @@ class HandoffTransport(Protocol):
 
     Any thread may call its methods, except `open` and `close`; none of them blocks. For each `start` it posts, in this
     order: FrameArrived with Accepted, FrameArrived for each further frame in the replica's order, and exactly one
-    CallEnded. For a call that fails early it posts only CallEnded.
+    CallEnded. For a call that fails early it posts only CallEnded, or before that, if the replica is full, RowFailed of
+    each row.
 
     Receive budget: over all calls, the payload bytes of segments posted and not yet `landed` stay within
     `receive_budget_bytes`; while none are held, one segment may have more. While the budget is full, a call reads only

@@ -11,7 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from baton.v1 import prefill_pb2
-from common.errors import EngineFault, FingerprintMismatch, PrefillUnavailable
+from common.errors import EngineFault, FingerprintMismatch, PrefillUnavailable, RowFailure
+from common.service.server import ServerLimits
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.codec_frames import FrameCodec
 from common.wire.framing import seal_bytes
@@ -25,6 +26,7 @@ from tests.handoff.samples import FINGERPRINT, ROOMY_BUDGET_BYTES, failed, prebu
 from tests.handoff.scripted_prefill import RecordingDecode
 from tests.support.free_ports import free_ports
 from tests.support.loop_thread import LoopThread
+from tests.support.prefill_edge import start_prefill_edge
 from tests.support.running_pair import wait_until
 from tests.wire.strategies import VOCAB_SIZE
 
@@ -213,6 +215,22 @@ def test_a_status_without_details_is_a_lost_peer_or_a_fault(
     end = rig.call(replica).ended("call")
     assert type(end.error) is kind
     assert f"{status.name}: the script says so" in str(end.error)
+
+
+def test_a_replica_without_room_for_a_call_refuses_its_rows_and_stays_ready(rig: Rig) -> None:
+    edge = rig.loop.run(start_prefill_edge(server_limits=ServerLimits(max_streams=1)))
+    transport = rig.connect(edge.address)
+    rig.decode.latest_replica(is_ready)
+    transport.start(StartHandoff("first", edge.address, (row(),)))
+    edge.engine.opened()
+    transport.start(StartHandoff("second", edge.address, (row(), row("2"))))
+    assert rig.decode.ended("second").error is None
+    refused = [frame for frame in rig.decode.arrived("second") if isinstance(frame, RowFailed)]
+    assert [(each.row, each.reason, each.retryable, each.retry_after_ms) for each in refused] == [
+        (number, RowFailure.CAPACITY, True, 1000) for number in range(2)
+    ]
+    assert rig.decode.latest_replica(lambda _: True).is_ready
+    rig.loop.run(edge.server.stop(0))
 
 
 # ---- a replica that stalls ------------------------------------------------------------------------------------------
