@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Self
 
@@ -27,6 +25,7 @@ from common.host.answering import DONE
 from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
 from common.text import grammar_trial_process as protocol
 from common.text.grammars import GrammarRefused, Grammars, OutputRefused, ReasoningRefused, Vocabulary
+from common.text.turns import Caller, Turns
 
 _RETRY_AFTER_S = 1
 MAX_WAIT_S = 10.0
@@ -40,8 +39,6 @@ LIMITS = protocol.Limits(
 )
 """The limits of a trial. Its stack is half as large as the service's, so what passes the trial fits here."""
 
-Caller = tuple[str, str]
-"""Who waits: a client, and the tenant for whom it asks, or ""."""
 TryOut = Callable[[Grammar], Awaitable[int]]
 """Tries a new grammar and returns its bytes, as `GrammarTrials.try_out` does."""
 
@@ -212,102 +209,11 @@ class GrammarTrials:
         return self._process
 
 
-@dataclass(slots=True)
-class _Line:
-    """The callers that wait for one tenant, and the seconds that the tenant has used since it came."""
-
-    used_s: float
-    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
-
-
-@dataclass(slots=True)
-class _ClientLines:
-    """The lines of a client's tenants, the seconds that they have used together, and how many wait in them."""
-
-    used_s: float
-    lines: dict[str, _Line] = field(default_factory=dict)
-    num_waiting: int = 0
-
-
-class Turns:
-    """Gives clients turns, one caller at a time. The next turn goes to the waiting client that has used the least time,
-    and among that client's tenants to the one that has used the least.
-
-    So a client whose work takes long delays another one by at most one turn of its own at a time, however many tenants
-    it names. A newcomer begins with the least time of the clients present.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._holder: Caller | None = None
-        self._clients: dict[str, _ClientLines] = {}  # at equal times, the one whose turn was longest ago first
-
-    async def take(self, caller: Caller) -> float:
-        """Waits for the caller's turn. Returns the present time, to be passed to `give_back`."""
-        name, tenant = caller
-        if (client := self._clients.get(name)) is None:
-            client = self._clients[name] = _ClientLines(_least(self._clients))
-        if (line := client.lines.get(tenant)) is None:
-            line = client.lines[tenant] = _Line(_least(client.lines))
-        if self._holder is None:
-            self._holder = caller
-            return self._clock()
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.waiting.append(turn)
-        client.num_waiting += 1
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it came just before
-                self._pass_on()
-            raise
-        return self._clock()
-
-    def give_back(self, caller: Caller, began_s: float) -> None:
-        """Ends the turn of `caller`, which it has had since `began_s`."""
-        used_s = self._clock() - began_s
-        client = self._clients[caller[0]]
-        client.used_s += used_s
-        client.lines[caller[1]].used_s += used_s
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        ended, self._holder = self._holder, None
-        while self._holder is None and (names := [name for name, each in self._clients.items() if each.num_waiting]):
-            name = min(names, key=lambda name: self._clients[name].used_s)
-            client = self._clients[name] = self._clients.pop(name)
-            lines = client.lines
-            tenant = min([name for name, each in lines.items() if each.waiting], key=lambda name: lines[name].used_s)
-            line = lines[tenant] = lines.pop(tenant)
-            turn = line.waiting.popleft()
-            client.num_waiting -= 1
-            if turn.cancelled():
-                self._forget_if_gone((name, tenant))
-            else:
-                self._holder = name, tenant
-                turn.set_result(None)
-        if ended is not None and ended != self._holder:
-            self._forget_if_gone(ended)
-
-    def _forget_if_gone(self, caller: Caller) -> None:
-        """Forgets a tenant for whom nobody waits, and its client if it has no other tenant."""
-        name, tenant = caller
-        client = self._clients.get(name)
-        if client is not None and tenant in client.lines and not client.lines[tenant].waiting:
-            del client.lines[tenant]
-            if not client.lines:
-                del self._clients[name]
-
-
-def _least(present: Mapping[str, _ClientLines | _Line]) -> float:
-    return min([each.used_s for each in present.values()], default=0.0)
-
-
 class _Lane:
     """A thread, and the turns of those who wait for it."""
 
     def __init__(self, name: str) -> None:
-        self.turns = Turns()
+        self.turns = Turns(1)
         self.thread = _thread_with_stack(name, _STACK_BYTES)
 
 

@@ -28,6 +28,7 @@ from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.text.tool_grammars import ToolGrammars
+from common.text.turns import Caller
 from decode_service.edge.live_request import Ending, LiveRequest, ending_of_brought
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.matchers import Matchers
@@ -193,8 +194,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         Raises the request's error if it fails. gRPC cancels the call, and so this method, when the client leaves.
         """
+        tenant = "" if self._served.tells_tenants_apart else checked.tenant or ""
+        caller = whose, tenant
         with self._request_track.task("tokenize", live.request_id):
-            prompt_token_ids = await self._prompts.encode(checked.prompt)
+            prompt_token_ids = await self._prompts.encode(checked.prompt, caller=caller)
             if checked.max_prompt_tokens is not None:
                 prompt_token_ids = prompt_token_ids[-checked.max_prompt_tokens :]
         sampling = check_lengths(checked, prompt_token_ids, self._limits)
@@ -205,7 +208,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             sampling = replace(sampling, reasoning=reasoning)
         if bad_words := checked.sampling.bad_words:
             rules = sampling.token_rules or TokenRules()
-            sampling = replace(sampling, token_rules=replace(rules, forbidden=await self._prompts.spell(bad_words)))
+            forbidden = await self._prompts.spell(bad_words, caller=caller)
+            sampling = replace(sampling, token_rules=replace(rules, forbidden=forbidden))
         live.trace.describe(lambda: sampling_attributes(sampling, len(prompt_token_ids)))
         shown = checked.sampling.shown_special_tokens if checked.sampling.skips_special_tokens else None
         output = await self._replay(
@@ -221,10 +225,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 generated_token_ids=checked.generated_token_ids,
             ),
             num_tokens=len(checked.generated_token_ids),
+            caller=caller,
         )
         shown_ids = prompt_token_ids if checked.returns_prompt_token_ids else ()
         started = started_event(live.request_id, len(prompt_token_ids), sampling, prompt_token_ids=shown_ids)
-        tenant = "" if self._served.tells_tenants_apart else checked.tenant or ""
         matcher = None
         if sampling.is_constrained:
             matcher = await self._matcher(live, sampling, checked.generated_token_ids, client=whose, tenant=tenant)
@@ -283,7 +287,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             return None
         return asyncio.get_running_loop().call_later(remaining_s, live.fail, _deadline_passed())
 
-    async def _replay(self, new_output: Callable[[], OutputProcessor], *, num_tokens: int) -> OutputProcessor:
+    async def _replay(
+        self, new_output: Callable[[], OutputProcessor], *, num_tokens: int, caller: Caller
+    ) -> OutputProcessor:
         """Calls `new_output`, which processes the `num_tokens` output tokens that the request brought along.
 
         If there are any, it runs on a thread, because it may take long. Raises Overloaded if too much text waits for
@@ -291,7 +297,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """
         if num_tokens == 0:
             return new_output()
-        return await self._prompts.replay(new_output, num_tokens=num_tokens)
+        return await self._prompts.replay(new_output, num_tokens=num_tokens, caller=caller)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -299,12 +305,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
         try:
             prompt = check_tokenize(request)
-            with self._place(context):
-                token_ids = await self._prompts.encode(prompt, adds_special_tokens=adds)
+            with self._place(context) as caller:
+                token_ids = await self._prompts.encode(prompt, adds_special_tokens=adds, caller=caller)
                 pieces: Sequence[str] = ()
                 if request.with_pieces:
                     spell = partial(self._decoder.pieces_of, token_ids)
-                    pieces = await self._prompts.replay(spell, num_tokens=len(token_ids))
+                    pieces = await self._prompts.replay(spell, num_tokens=len(token_ids), caller=caller)
         except BatonError as error:
             await abort_with(context, error)
         return inference_pb2.TokenizeResponse(token_ids=token_ids, pieces=pieces)
@@ -318,22 +324,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         try:
             check_detokenize(request, self._limits)
-            with self._place(context):
-                text = await self._prompts.replay(detokenize, num_tokens=len(request.token_ids))
+            with self._place(context) as caller:
+                text = await self._prompts.replay(detokenize, num_tokens=len(request.token_ids), caller=caller)
         except BatonError as error:
             await abort_with(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
 
     @contextmanager
-    def _place(self, context: Context) -> Iterator[None]:
+    def _place(self, context: Context) -> Iterator[Caller]:
         """Holds one of the places for live requests while the block runs, for a call that needs only the text threads.
+        Yields the caller.
 
         Raises Draining, EngineLost or Overloaded.
         """
-        whose = self._client_of(context)
-        live = self._live_requests.admit(None, client=whose, goes_elsewhere=goes_elsewhere(context))
+        client = self._client_of(context)
+        live = self._live_requests.admit(None, client=client, goes_elsewhere=goes_elsewhere(context))
         try:
-            yield
+            yield client, ""
         finally:
             self._live_requests.release(live)
 

@@ -11,6 +11,7 @@ import numpy as np
 from common.errors import InvalidRequest
 from common.grammar.matcher import Matcher, NewMatcher, TokenRulesMatcher, allows, num_words
 from common.sampling.params import ResolvedSampling
+from common.text.turns import Caller
 
 
 class Matchers(Protocol):
@@ -24,7 +25,7 @@ class Matchers(Protocol):
 
 
 class Replay(Protocol):
-    def __call__(self, work: Callable[[], Matcher], *, num_tokens: int) -> Awaitable[Matcher]:
+    def __call__(self, work: Callable[[], Matcher], *, num_tokens: int, caller: Caller) -> Awaitable[Matcher]:
         """Runs `work`, which goes through `num_tokens` tokens, on a thread. Raises Overloaded if too much waits."""
 
 
@@ -48,7 +49,7 @@ class MatchersHere(Matchers):
             )
         if (rules := sampling.token_rules) is not None:
             apply = partial(TokenRulesMatcher, matcher, rules, output_ids, vocab_size=self._vocab_size)
-            matcher = await self._replay(apply, num_tokens=len(output_ids))
+            matcher = await self._replay(apply, num_tokens=len(output_ids), caller=(client, tenant))
         assert matcher is not None, "the request is not constrained"
         if has_ended:
             mask = np.zeros(num_words(self._vocab_size), np.int32)

@@ -180,7 +180,7 @@ async def running(
         made.append(matcher := _GrammarMatcher())
         return matcher  # type: ignore[return-value]
 
-    async def replay(work: Any, *, num_tokens: int) -> Any:
+    async def replay(work: Any, *, num_tokens: int, caller: Any) -> Any:
         return work()
 
     plan = EdgePlan(

@@ -21,8 +21,9 @@ import pytest
 from common.errors import InvalidRequest, Overloaded
 from common.grammar.grammar import Grammar, GrammarKind
 from common.grammar.matcher import Matcher, num_words
-from common.text.grammar_compiler import LIMITS, GrammarCompiler, GrammarTrials, Turns
+from common.text.grammar_compiler import LIMITS, GrammarCompiler, GrammarTrials
 from common.text.grammars import LEXER_BYTES, MAX_CACHED_BYTES, Grammars
+from common.text.turns import Turns
 from tests.decode_edge.children import children_running
 from tests.decode_edge.edge_under_test import believed
 from tests.decode_edge.tokenizers_for_tests import byte_level, eos_id, grammars_of, vocab_size
@@ -296,7 +297,7 @@ class Clients:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.turns = Turns(clock=lambda: self.now_s)
+        self.turns = Turns(1, clock=lambda: self.now_s)
         self.had: list[str] = []
         self.may_end = asyncio.Semaphore(0)
         self._tasks: list[asyncio.Task[None]] = []

@@ -140,10 +140,10 @@ def test_the_longest_token_is_no_shorter_than_any_token_s_text(new_tokenizer: An
 
 async def test_bytes_that_wait_are_bounded_and_given_back() -> None:
     tokenizer = watched(held=3400)
-    async with Prompts(tokenizer=tokenizer, limits=LIMITS, max_waiting_bytes=7000) as prompts:
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS, max_waiting_bytes=14_000) as prompts:
         waiting = [asyncio.create_task(prompts.encode(TextPrompt("a" * 3400))) for _ in range(2)]
         await until(lambda: bool(tokenizer.seen))
-        with pytest.raises(Overloaded, match="6800 bytes of prompts wait to be tokenised"):
+        with pytest.raises(Overloaded, match="wait to be tokenised: there is no room for 3400 bytes more"):
             await prompts.encode(TextPrompt("a" * 3400))
         waiting[1].cancel()  # its client left before its work began
         with pytest.raises(asyncio.CancelledError):
@@ -153,6 +153,25 @@ async def test_bytes_that_wait_are_bounded_and_given_back() -> None:
         for task in waiting:
             await within_bound(task)
         assert len(await prompts.encode(TextPrompt("a" * 7900))) == 7900  # alone, whatever its length
+
+
+async def test_a_client_waits_for_no_other_ones_queue() -> None:
+    tokenizer = watched(held=4500)
+    async with Prompts(tokenizer=tokenizer, limits=LIMITS, max_waiting_bytes=80_000) as prompts:
+        held = asyncio.create_task(prompts.encode(TextPrompt("a" * 4500), caller=("greedy", "")))
+        await until(lambda: bool(tokenizer.seen))
+        rest = [
+            asyncio.create_task(prompts.encode(TextPrompt("a" * 4400), caller=("greedy", each))) for each in "abcdefgh"
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await prompts.encode(TextPrompt("a" * 4400), caller=("greedy", "i"))
+        other = asyncio.create_task(prompts.encode(TextPrompt("a" * 4300), caller=("other", "")))
+        await asyncio.sleep(0)
+        tokenizer.go_on.set()
+        await within_bound(other)
+        await asyncio.gather(held, *rest)
+    assert tokenizer.seen.index(4300) <= 3, "one is tokenised and one waits for the thread when it comes"
 
 
 async def test_bytes_that_wait_in_one_lane_are_none_of_another() -> None:
@@ -378,14 +397,14 @@ async def cancelled(tasks: Sequence[asyncio.Task[Sequence[int]]]) -> None:
 
 @pytest.mark.thorough
 async def test_a_chat_that_waits_for_a_process_goes_with_its_client_and_one_that_has_it_counts_to_its_end() -> None:
-    max_bytes = (NUM_PLACES + 2) * (64 + len("harm"))
+    max_bytes = 2 * (NUM_PLACES + 2) * (64 + len("harm"))
     async with Prompts(
         tokenizer=harming(NESTED), limits=LIMITS, max_waiting_bytes=max_bytes, render_cpu_s=0.25
     ) as prompts:
         tasks = [asyncio.create_task(prompts.encode(HARM)) for _ in range(NUM_PLACES + 2)]
         await until(lambda: len(renderings()) == NUM_PLACES)
         stopped = await stop_renderers(NUM_PLACES)
-        with pytest.raises(Overloaded, match=f"{max_bytes} bytes of prompts wait to be rendered"):
+        with pytest.raises(Overloaded, match="prompts wait to be rendered"):
             await prompts.encode(HARM)
         await cancelled(tasks[NUM_PLACES:])
         others = [asyncio.create_task(prompts.encode(HARM)) for _ in range(2)]

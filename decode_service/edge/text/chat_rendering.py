@@ -16,7 +16,8 @@ from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
 from common.text import chat_template_process as protocol
 from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, chat_to_json
 from common.text.chat_template import ChatRefused, TextTooLong
-from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, WaitingBytes
+from common.text.turns import Caller
+from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, NOBODY, TextLane
 
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms
 _TIMEOUT_S = 60.0  # clock time: passes only if the machine is overloaded or stops the process
@@ -45,7 +46,8 @@ class ChatRendering:
     refused for that reason. If no process could be started, the next conversation tries again.
 
     Conversations are divided by size into lanes (`LANES`), so that short ones do not wait for long ones. Each lane has
-    its own limit of waiting bytes. Processes that had nothing to do for `spare_s` are ended, except two.
+    its own limit of waiting bytes, and clients take turns there. Processes that had nothing to do for `spare_s` are
+    ended, except two.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ChatRendering:
         self._is_probed = False
         self._refusal: str | None = None
         self._lanes = [
-            (largest, asyncio.Semaphore(num_places), WaitingBytes(max_waiting_bytes, purpose="rendered"))
+            (largest, TextLane(num_places, max_waiting_bytes, purpose="rendered"))
             for (largest, _), num_places in zip(LANES, _PLACES, strict=True)
         ]
         self._idle: list[AskedProcess] = []
@@ -92,7 +94,12 @@ class ChatRendering:
         await asyncio.gather(*(process.close() for process in self._idle), *self._endings)
 
     async def render(
-        self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS, *, num_bytes: int
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions = NO_OPTIONS,
+        *,
+        num_bytes: int,
+        caller: Caller = NOBODY,
     ) -> str:
         """Renders a conversation. `num_bytes` is the size of its contents and options.
 
@@ -103,35 +110,24 @@ class ChatRendering:
             raise ChatRefused(self._refusal)
         num_parts = len(options.tools) + sum(1 + len(message.tool_calls) for message in messages)
         num_bytes += _BYTES_PER_MESSAGE * num_parts
-        places, waiting = next(
-            (places, waiting) for largest, places, waiting in self._lanes if largest is None or num_bytes <= largest
-        )
-        waiting.take(num_bytes)
-        try:
-            await places.acquire()
-        except asyncio.CancelledError:
-            waiting.give_back(num_bytes)
-            raise
-        rendering = asyncio.create_task(self._render(chat_to_json(messages, options).encode()), name="render_chat")
+        lane = next(lane for largest, lane in self._lanes if largest is None or num_bytes <= largest)
+        over = await lane.begin(caller, num_bytes)
+        rendering = asyncio.create_task(self._render(messages, options), name="render_chat")
         self._renderings.add(rendering)
-
-        def over(task: asyncio.Task[str | Exception]) -> None:
-            self._renderings.discard(task)
-            places.release()
-            waiting.give_back(num_bytes)
-
-        rendering.add_done_callback(over)
+        rendering.add_done_callback(self._renderings.discard)
+        rendering.add_done_callback(lambda _: over())
         result = await asyncio.shield(rendering)
         if isinstance(result, Exception):
             raise result
         return result
 
-    async def _render(self, command: bytes) -> str | Exception:
+    async def _render(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str | Exception:
         """Renders a conversation and returns the text or the error.
 
         It returns the error instead of raising it, because the caller may be gone, and asyncio logs an exception that
         nobody receives.
         """
+        command = chat_to_json(messages, options).encode()
         try:
             try:
                 return await self._render_by_one(command)

@@ -11,6 +11,7 @@ from common.sampling.params import SPELLINGS_PER_BAD_WORD
 from common.telemetry.timeline import Timeline
 from common.text.chat_template import ChatRefused, TextTooLong
 from common.text.tokenizer import TextTokenizer
+from common.text.turns import Caller
 from decode_service.edge.request_checks import (
     MAX_CONTEXTS,
     ChatPrompt,
@@ -20,7 +21,7 @@ from decode_service.edge.request_checks import (
     TokenIdsPrompt,
 )
 from decode_service.edge.text.chat_rendering import RENDER_CPU_S, ChatRendering
-from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
+from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, NOBODY, TextThreads
 
 T = TypeVar("T")
 
@@ -28,7 +29,8 @@ T = TypeVar("T")
 class Prompts:
     """Turns prompts into token ids. For the event loop only, inside an `async with`. Errors name the request's field.
 
-    A text is rejected without tokenising it if it has more bytes than the allowed number of tokens could have.
+    A text is rejected without tokenising it if it has more bytes than the allowed number of tokens could have. Callers
+    of different clients, and of one client's tenants, take turns.
     """
 
     def __init__(
@@ -57,14 +59,16 @@ class Prompts:
         await self._chats.close()
         self._threads.shut_down()
 
-    async def replay(self, work: Callable[[], T], *, num_tokens: int) -> T:
+    async def replay(self, work: Callable[[], T], *, num_tokens: int, caller: Caller = NOBODY) -> T:
         """Runs `work`, which goes through `num_tokens` tokens, on one of the TextThreads and returns its result.
 
         Raises Overloaded if too much text waits there.
         """
-        return await self._threads.replay(work, num_tokens=num_tokens)
+        return await self._threads.replay(work, num_tokens=num_tokens, caller=caller)
 
-    async def encode(self, prompt: Prompt, *, adds_special_tokens: bool | None = None) -> Sequence[int]:
+    async def encode(
+        self, prompt: Prompt, *, adds_special_tokens: bool | None = None, caller: Caller = NOBODY
+    ) -> Sequence[int]:
         """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded.
 
         A text may exceed the model's context, so that errors can tell its length; with more than MAX_CONTEXTS times the
@@ -76,36 +80,36 @@ class Prompts:
                 return token_ids
             case TextPrompt(text):
                 adds = True if adds_special_tokens is None else adds_special_tokens
-                return await self._tokenize("encode", text, adds_special_tokens=adds)
+                return await self._tokenize("encode", text, adds_special_tokens=adds, caller=caller)
             case ChatPrompt():
-                text = await self._render(prompt)
+                text = await self._render(prompt, caller)
                 adds = bool(adds_special_tokens)
-                return await self._tokenize("encode_chat", text, adds_special_tokens=adds)
+                return await self._tokenize("encode_chat", text, adds_special_tokens=adds, caller=caller)
 
-    async def spell(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def spell(self, texts: Sequence[str], *, caller: Caller = NOBODY) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that spell any of `texts`. Raises Overloaded."""
         num_bytes = SPELLINGS_PER_BAD_WORD * sum(len(text.encode(errors="replace")) for text in texts)
-        return await self._threads.run("spell", partial(self._spell, texts), num_bytes=num_bytes)
+        return await self._threads.run("spell", partial(self._spell, texts), num_bytes=num_bytes, caller=caller)
 
     def _spell(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         return tuple(dict.fromkeys(sequence for text in texts for sequence in self.tokenizer.spellings(text)))
 
-    async def _render(self, chat: ChatPrompt) -> str:
+    async def _render(self, chat: ChatPrompt, caller: Caller) -> str:
         num_bytes = self._num_bytes(*(text for message in chat.messages for text in message.texts), *chat.options.texts)
         try:
-            return await self._chats.render(chat.messages, chat.options, num_bytes=num_bytes)
+            return await self._chats.render(chat.messages, chat.options, num_bytes=num_bytes, caller=caller)
         except ChatRefused as error:
             raise InvalidRequest(error.field, error.reason) from error
         except TextTooLong as error:
             raise self._too_long() from error
 
-    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool) -> Sequence[int]:
+    async def _tokenize(self, name: str, text: str, *, adds_special_tokens: bool, caller: Caller) -> Sequence[int]:
         num_bytes = self._num_bytes(text)
         work = partial(
             self.tokenizer.encode, text, max_tokens=self._max_tokens, adds_special_tokens=adds_special_tokens
         )
         try:
-            token_ids = await self._threads.run(name, work, num_bytes=num_bytes)
+            token_ids = await self._threads.run(name, work, num_bytes=num_bytes, caller=caller)
         except TextTooLong as error:
             raise self._too_long() from error
         if len(token_ids) > self._max_tokens:

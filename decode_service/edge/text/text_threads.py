@@ -3,52 +3,67 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from common.errors import Overloaded
+from common.rpc.fair_shares import FairBytes, NoRoom
 from common.telemetry.timeline import TOKENIZE, Timeline
+from common.text.turns import Caller, Turns
 
 T = TypeVar("T")
 
 LANES = ((4 << 10, TOKENIZE), (64 << 10, f"{TOKENIZE}-long"), (None, f"{TOKENIZE}-longest"))
 """The lanes: the largest number of bytes of a text (None: no limit), and the name of the lane's thread."""
 MAX_WAITING_BYTES = 64 << 20
+NOBODY: Caller = ("", "")
+_PLACES = (8, 2, 2)
+"""How many texts of each lane its thread may have at a time: more than one, so that it does not wait for the event
+loop, and few, because others wait for them.
+"""
 _RETRY_AFTER_S = 1
 _BYTES_PER_REPLAYED_TOKEN = 16
 """The number of bytes of text that take about as long to tokenise as one token takes to replay."""
 
 
-class WaitingBytes:
-    """Counts the bytes of texts that wait or are processed, and admits at most `max_bytes`, or one longer text."""
+class TextLane:
+    """The texts of one lane. Clients take turns: `num_places` texts are processed at a time, the others wait. At most
+    `max_bytes` wait or are processed, half of them of one client. Use it on one event loop.
+    """
 
-    def __init__(self, max_bytes: int, *, purpose: str) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, num_places: int, max_bytes: int, *, purpose: str) -> None:
+        self._turns = Turns(num_places)
+        self._bytes = FairBytes(max_bytes)
         self._purpose = purpose
-        self._num_bytes = 0
-        self._lock = threading.Lock()
 
-    def take(self, num_bytes: int) -> None:
-        """Adds a text of `num_bytes`. Raises Overloaded if the sum would exceed the limit. If nothing else waits, a
-        text of any size is admitted.
+    async def begin(self, caller: Caller, num_bytes: int) -> Callable[[], None]:
+        """Waits for the turn of a text of `num_bytes`. Returns a function to be called when the text is processed.
+
+        Raises Overloaded if there is no room for so many bytes.
         """
-        with self._lock:
-            if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
-                message = f"{self._num_bytes} bytes of prompts wait to be {self._purpose}"
-                raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
-            self._num_bytes += num_bytes
+        client, _ = caller
+        try:
+            num_taken = self._bytes.take(client, num_bytes)
+        except NoRoom:
+            message = f"prompts wait to be {self._purpose}: there is no room for {num_bytes} bytes more"
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
+        try:
+            began_s = await self._turns.take(caller)
+        except BaseException:
+            self._bytes.give_back(client, num_taken)
+            raise
 
-    def give_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self._num_bytes -= num_bytes
+        def over() -> None:
+            self._turns.give_back(caller, began_s)
+            self._bytes.give_back(client, num_taken)
+
+        return over
 
 
 class TextThreads:
-    """Three threads, called lanes: for short, long and the longest texts. A text waits only for texts of its own lane.
-
-    In each lane at most `max_bytes` of text, or one longer text, wait or are processed.
+    """Three threads, called lanes: for short, long and the longest texts. A text waits only for texts of its own lane,
+    and there clients take turns. In each lane at most `max_bytes` of text wait or are processed.
     """
 
     def __init__(self, *, timeline: Timeline | None, max_bytes: int) -> None:
@@ -58,21 +73,21 @@ class TextThreads:
                 largest,
                 ThreadPoolExecutor(1, thread_name_prefix=name),
                 timeline.track(name),
-                WaitingBytes(max_bytes, purpose="tokenised"),
+                TextLane(num_places, max_bytes, purpose="tokenised"),
             )
-            for largest, name in LANES
+            for (largest, name), num_places in zip(LANES, _PLACES, strict=True)
         ]
 
-    async def run(self, name: str, work: Callable[[], T], *, num_bytes: int) -> T:
+    async def run(self, name: str, work: Callable[[], T], *, num_bytes: int, caller: Caller = NOBODY) -> T:
         """Runs `work` in the lane for texts of `num_bytes`. Returns its result, or raises its error.
 
         Raises Overloaded if too much text waits in the lane. `name` is the name of the work's span on the timeline. If
         the caller is cancelled, work that has not begun is dropped. Work that has begun goes on, and its bytes count
         until it ends.
         """
-        executor, track, waiting = next(
-            (executor, track, waiting)
-            for largest, executor, track, waiting in self._lanes
+        executor, track, lane = next(
+            (executor, track, lane)
+            for largest, executor, track, lane in self._lanes
             if largest is None or num_bytes <= largest
         )
 
@@ -80,17 +95,26 @@ class TextThreads:
             with track.span(name):
                 return work()
 
-        waiting.take(num_bytes)
-        future: Future[T] = executor.submit(recorded)
-        future.add_done_callback(lambda _: waiting.give_back(num_bytes))
-        return await asyncio.wrap_future(future)
+        over = await lane.begin(caller, num_bytes)
+        try:
+            future: Future[T] = executor.submit(recorded)
+        except RuntimeError:  # the service stops, or the system has no more threads
+            over()
+            raise
+        result = asyncio.wrap_future(future)
+        result.add_done_callback(lambda _: over())
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:
+            future.cancel()  # unless it has begun
+            raise
 
-    async def replay(self, work: Callable[[], T], *, num_tokens: int) -> T:
+    async def replay(self, work: Callable[[], T], *, num_tokens: int, caller: Caller = NOBODY) -> T:
         """Runs `work`, which goes through `num_tokens` tokens of output, and returns its result.
 
         Raises Overloaded if too much text waits.
         """
-        return await self.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN)
+        return await self.run("replay", work, num_bytes=num_tokens * _BYTES_PER_REPLAYED_TOKEN, caller=caller)
 
     def shut_down(self) -> None:
         """Drops work that has not begun, and waits until the work that has begun is done."""
