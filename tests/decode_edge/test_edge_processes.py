@@ -30,6 +30,7 @@ from common.grammar.matcher import Matcher, TokenRulesMatcher
 from common.grammar.reasoning import Reasoning
 from common.host.link import Link
 from common.role import Role
+from common.rpc.errors import error_info
 from common.rpc.grpc_options import channel_options
 from common.service.roles import RoleSwitch
 from common.telemetry.stats import Timings
@@ -117,6 +118,17 @@ class Running:
             except grpc.RpcError as error:
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
                 return None
+
+    def reason_while_silent(self) -> str:
+        """Returns why an edge refuses a request while this process does nothing else."""
+        with grpc.insecure_channel(self.address, channel_options()) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(
+                inference_pb2.GenerateRequest(text="hi"), timeout=STALL_S
+            )
+            with pytest.raises(grpc.RpcError) as refusal:
+                list(call)
+        info = error_info(refusal.value)
+        return "" if info is None else str(info.reason)
 
     async def refuses(self, channel: int, error: type[BatonError]) -> None:
         """Waits until requests are refused with `error`. One that is admitted before is cancelled."""
@@ -472,7 +484,12 @@ async def test_an_edge_is_not_ready_while_the_engines_process_hangs_and_then_end
         while service.health_while_silent() == health_pb2.HealthCheckResponse.SERVING:
             pass
         assert service.health_while_silent() == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert service.reason_while_silent() == EngineLost.reason
         await service.all_ready()
+        call = service.generate(request_id="later")
+        submit = await service.submitted("later")
+        service.end(submit, 0)
+        await events_of(call)
 
         (pid,) = edge_pids()
         while service.health_while_silent() is not None:

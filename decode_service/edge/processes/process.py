@@ -135,7 +135,9 @@ class _EngineElsewhere(EnginePort[Command], ReplicaStates, Roles, Matchers, Othe
 
 
 class _RunningEdge:
-    """An edge that obeys the engine's process. While that process is silent for long, the edge is not ready."""
+    """An edge that obeys the engine's process. While that process is silent for long, the edge is not ready and refuses
+    requests.
+    """
 
     def __init__(
         self,
@@ -213,6 +215,7 @@ class _RunningEdge:
             _log.critical("engine_process_silent", silent_s=round(silent_s, 1))
             os._exit(1)
         if silent_s > UNREADY_AFTER_S:
+            self._engine.told = dataclasses.replace(self._engine.told, is_alive=False)
             await self._server.set_ready(False)
 
     async def _say_when_idle(self) -> None:
