@@ -462,7 +462,7 @@ async def test_processes_that_cannot_be_started_or_hang(
             pass
     assert not edge_pids()
     num_started = 0
-    async with running(directory, log, num=1, stall_timeout_s=STALL_S) as service:
+    async with running(directory, log, num=1) as service:
         (killed,) = edge_pids()
         os.kill(killed, signal.SIGKILL)
         await wait_for(lambda: edge_pids() - {killed})

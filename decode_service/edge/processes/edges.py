@@ -78,6 +78,8 @@ from decode_service.messages import (
 
 START_TIMEOUT_S = 60.0
 HELD_S = 60.0
+LONGEST_SILENCE_S = 10.0
+"""For how long an edge may say nothing. It waits for no device, and meanwhile the kernel gives it connections."""
 _TELL_INTERVAL_S = 0.1
 _RESTART_S = 1.0
 _END_TIMEOUT_S = 5.0
@@ -113,8 +115,8 @@ class _EdgeProcess:
 class EdgeProcesses(AllLiveRequests, FrontServer):
     """The edges of an engine in `num` processes. Use it on the event loop only, inside an `async with`.
 
-    An edge that ends, or says nothing for `longest_silence_s`, is replaced, and its requests are aborted. Entering the
-    context starts the processes.
+    An edge that ends, or says nothing for `longest_silence_s`, but at most LONGEST_SILENCE_S, is replaced, and its
+    requests are aborted. Entering the context starts the processes.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class EdgeProcesses(AllLiveRequests, FrontServer):
         self._replicas = replicas
         self._roles = roles
         self._timeline = timeline
-        self._longest_silence_s = longest_silence_s(stall_timeout_s)
+        self._longest_silence_s = min(longest_silence_s(stall_timeout_s), LONGEST_SILENCE_S)
         self._metrics = EdgeMetrics()
         registry.register(self._metrics)
         self._edges: dict[int, _EdgeProcess] = {}
