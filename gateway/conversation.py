@@ -23,7 +23,7 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """The most calls in a message, which is the decode service's limit."""
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
-_PART_HINTS = frozenset({"type", "cache_control", "annotations", "logprobs"})
+_PART_HINTS = frozenset({"type", "cache_control", "annotations", "logprobs", "parsed"})
 """Fields of a text part that change nothing, beside the type."""
 
 

@@ -38,10 +38,17 @@ from gateway.tools import CHOICE, TOOLS, parse_tools
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MESSAGE_FIELDS = {"role", "content", "name", "cache_control", "metadata"}
 _FIELDS_OF_ROLES = {
-    "assistant": {"refusal", "tool_calls", "reasoning_content", "reasoning", "reasoning_details"},
+    "assistant": {
+        *("refusal", "tool_calls", "reasoning_content", "reasoning", "reasoning_details"),
+        *("parsed", "provider_specific_fields", "reasoning_items", "thinking_blocks"),
+    },
     "tool": {"tool_call_id"},
 }
-_CALL_FIELDS, _FUNCTION_FIELDS = {"id", "type", "function", "index", "cache_control"}, {"name", "arguments"}
+_CALL_FIELDS = {"id", "type", "function", "index", "cache_control", "provider_specific_fields"}
+_FUNCTION_FIELDS = {"name", "arguments", "parsed_arguments", "provider_specific_fields"}
+"""Fields of messages, calls and functions. Those that are parsed or a provider's are additions of OpenAI's package and
+of LiteLLM to an answer, which they send back with it. They are ignored.
+"""
 _MAX_NAME_CHARS = 64
 _TEXT = {"text": "text"}
 

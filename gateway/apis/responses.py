@@ -70,7 +70,7 @@ _FIELDS_OF_ITEMS = {
     kind: {"type", "id", "status", "cache_control", *fields}
     for kind, fields in {
         "message": ("role", "content", "phase"),
-        "function_call": ("call_id", "name", "arguments"),
+        "function_call": ("call_id", "name", "arguments", "parsed_arguments"),
         "function_call_output": ("call_id", "output"),
         "reasoning": ("summary", "content", "encrypted_content"),
     }.items()

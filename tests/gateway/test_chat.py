@@ -108,11 +108,13 @@ def called(id: str, arguments: str = '{"a": 1}', **fields: Any) -> dict[str, Any
         ({"content": "let me see", "reasoning": None, "reasoning_details": [{}]}, "let me see"),
         ({"content": [{"type": "text", "text": "let me see"}], "refusal": None, "function_call": None}, "let me see"),
         ({"refusal": "no"}, "no"),
+        ({"content": "7", "parsed": 7, "provider_specific_fields": {"reasoning": "Hm."}, "thinking_blocks": [{}]}, "7"),
     ],
-    ids=["null", "absent", "text", "parts", "refusal"],
+    ids=["null", "absent", "text", "parts", "refusal", "libraries"],
 )
 def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], expected: str) -> None:
-    calls = [called("x"), called("y", arguments="", index=1, cache_control={})]
+    calls = [called("x"), called("y", arguments="", index=1, cache_control={}, provider_specific_fields={})]
+    calls[0]["function"] |= {"parsed_arguments": {"a": 1}}
     messages: list[dict[str, Any]] = [
         {"role": "developer", "content": "Be brief.", "cache_control": {"type": "ephemeral"}, "metadata": {}},
         {"role": "user", "content": [{"type": "text", "text": "the other thing"}, {"type": "text", "text": "Now."}]},
