@@ -25,6 +25,8 @@ MAX_TOOL_CALLS = 128
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
 _PART_HINTS = frozenset({"type", "cache_control", "annotations", "logprobs", "parsed"})
 """Fields of a text part that change nothing, beside the type."""
+_BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s|$)))+[ \t]*\n?")
+"""Matches Claude Code's text for Anthropic's billing at the start of a system prompt's part."""
 
 
 TEXT_OR_PARTS = [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]
@@ -129,6 +131,14 @@ def text_of(place: str, value: Any, kinds: Mapping[str, str], *, between: str = 
     if not isinstance(value, list):
         raise invalid(place, "must be a string or a list of text parts")
     return between.join(_part(f"{place}[{number}]", part, kinds) for number, part in enumerate(value))
+
+
+def without_billing(text: str) -> str:
+    """Returns a system prompt, or a part of one, without Claude Code's text for Anthropic's billing. It differs in each
+    request, so nothing of the prompt would be found in the cache. Proxies also send it to the other endpoints.
+    """
+    found = _BILLING.match(text)
+    return text if found is None else text[found.end() :]
 
 
 def _part(place: str, part: Any, kinds: Mapping[str, str]) -> str:

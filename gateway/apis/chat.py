@@ -25,6 +25,7 @@ from gateway.conversation import (
     refuse_other_fields,
     string,
     text_of,
+    without_billing,
 )
 from gateway.errors import invalid, none_of, not_served
 from gateway.fields import ChoicesFields, RequestFields, parse_fields
@@ -330,7 +331,8 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
         names = ("reasoning_content", "reasoning")  # two names of one thing
         reasoning = [string(f"{place}.{name}", message[name]) for name in names if message.get(name) is not None]
         return ChatMessage(role, said, calls, reasoning=reasoning[0] if reasoning else "")
-    return ChatMessage(_ROLES[role], text_of(f"{place}.content", message.get("content"), _TEXT))
+    role, said = _ROLES[role], text_of(f"{place}.content", message.get("content"), _TEXT)
+    return ChatMessage(role, without_billing(said) if role == "system" else said)
 
 
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:

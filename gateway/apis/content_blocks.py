@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from gateway.conversation import (
     refuse_other_fields,
     string,
     text_of,
+    without_billing,
 )
 from gateway.errors import invalid, none_of
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
@@ -46,10 +46,6 @@ _KINDS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 ROLES = tuple(_KINDS)
-_BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s|$)))+[ \t]*\n?")
-"""Matches Claude Code's text for Anthropic's billing at the start of a system prompt's part. It differs in each
-request, so nothing of the prompt would be found in the cache.
-"""
 _JOINED_ROLES = {"user", "assistant"}
 
 _Block = tuple[str, Mapping[str, Any]]
@@ -65,7 +61,7 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
     """
     words = "" if system is None else text_of("system", system, _TEXT, between="")
     parts = [block["text"] for block in system] if isinstance(system, list) else [words]
-    words = "".join([part[found.end() :] if (found := _BILLING.match(part)) else part for part in parts])
+    words = "".join(map(without_billing, parts))
     turns = [ChatTurn(ChatMessage("system", words), "system")] if words else []
     num_results = 0
     for index, message in enumerate(messages):
@@ -96,7 +92,7 @@ def _turns(place: str, message: Mapping[str, Any]) -> Iterator[ChatTurn]:
         case "assistant":
             yield _said_by_assistant(place, blocks)
         case _:
-            yield ChatTurn(ChatMessage(role, "".join(map(_text, blocks))), place)
+            yield ChatTurn(ChatMessage(role, "".join(without_billing(_text(block)) for block in blocks)), place)
 
 
 def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[ChatTurn]:

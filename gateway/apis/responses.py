@@ -28,6 +28,7 @@ from gateway.conversation import (
     refuse_other_fields,
     string,
     text_of,
+    without_billing,
 )
 from gateway.errors import ApiError, invalid, none_of, not_served
 from gateway.fields import GenerationFields, parse_fields
@@ -260,7 +261,7 @@ def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
 def _turns(fields: ResponseFields) -> Iterator[ChatTurn]:
     """Yields the messages of the conversation, one for each item. Raises ApiError, which names the wrong item."""
     if fields.instructions:
-        yield ChatTurn(ChatMessage("system", fields.instructions), "instructions")
+        yield ChatTurn(ChatMessage("system", without_billing(fields.instructions)), "instructions")
     if fields.input == "":
         raise invalid("input", "is empty")
     if isinstance(fields.input, str):
@@ -279,8 +280,8 @@ def _turn(place: str, item: Any) -> ChatTurn:
         case "reasoning":
             return ChatTurn(ChatMessage("assistant", reasoning=_reasoning(place, item)), place)
         case "message":
-            words = text_of(f"{place}.content", item.get("content"), _PARTS)
-            return ChatTurn(ChatMessage(_ROLES[item["role"]], words), place)
+            role, words = _ROLES[item["role"]], text_of(f"{place}.content", item.get("content"), _PARTS)
+            return ChatTurn(ChatMessage(role, without_billing(words) if role == "system" else words), place)
         case "function_call":
             call = ToolCall(
                 id=not_empty(f"{place}.call_id", item.get("call_id")),

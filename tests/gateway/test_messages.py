@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from baton.v1.inference_pb2 import (
     SpeculationCounts,
 )
 from common.text.chat_messages import ToolCall
+from gateway.apis.chat import parse_chat
 from gateway.apis.messages import MESSAGES as API
 from gateway.apis.messages import parse_message
+from gateway.apis.responses import parse_response
 from gateway.conversation import MAX_MESSAGES, MAX_TOOL_CALLS
 from gateway.errors import ApiError
-from gateway.plan import ChatInput
+from gateway.plan import ChatInput, Plan
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.gateway.answers import answered, joined, message_of
 from tests.gateway.gateway_here import Answer, GatewayHere, gateway_here, key_file
@@ -101,6 +103,26 @@ def prompt_of(**fields: Any) -> ChatInput:
 def test_what_an_agent_says_to_its_biller_is_left_out_and_nothing_else(system: Any, words: str) -> None:
     messages = prompt_of(system=system, messages=[{"role": "user", "content": "Hi"}]).messages
     assert "".join(message.content for message in messages[:-1]) == words
+
+
+BILLED = "x-anthropic-billing-header: cc_version=2.1; cch=a1b2c;"
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [
+        (parse_message, {"messages": [{"role": "system", "content": [text(BILLED), text("Be brief.")]}, *USER]}),
+        (parse_chat, {"messages": [{"role": "system", "content": [text(BILLED), text("Be brief.")]}, *USER]}),
+        (parse_response, {"input": [{"role": "developer", "content": f"{BILLED}\nBe brief."}, *USER]}),
+        (parse_response, {"instructions": f"{BILLED}\nBe brief.", "input": USER}),
+    ],
+    ids=["messages", "chat", "responses", "instructions"],
+)
+def test_it_is_left_out_too_where_a_proxy_sends_it_on(parse: Callable[[bytes], Plan], body: dict[str, Any]) -> None:
+    needed = {"max_tokens": 8} if parse is parse_message else {}
+    (prompt,) = parse(json.dumps({"model": "demo", **needed, **body}).encode()).prompts
+    assert isinstance(prompt, ChatInput)
+    assert prompt.messages == (ChatMessage("system", "Be brief."), ChatMessage("user", USER[0]["content"]))
 
 
 def test_a_conversation_becomes_a_chat() -> None:
