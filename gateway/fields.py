@@ -334,9 +334,8 @@ def body_schema(kind: type[RequestFields]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _number_schema(option: NumberOption) -> dict[str, Any]:
-    low = "exclusiveMinimum" if option.is_low_open else "minimum"
     kind = "integer" if option.kind is int else "number"
-    within = {"type": kind, low: option.low, "maximum": option.high}
+    within = {"type": kind, "minimum": option.low, "maximum": option.high}
     others = [-1] * (option.name in _NUMBER_TYPES)
     about = {"description": f"{option.help} The default is {option.default_text}."}
     return {**about, "anyOf": [within, {"enum": others}]} if others else {**about, **within}

@@ -94,7 +94,7 @@ class SamplingParams(_message.Message):
     temperature: _builtins.float
     """>= 0; 0 is greedy. Default 1."""
     top_p: _builtins.float
-    """(0, 1]. Default 1."""
+    """[0, 1]; 0 is greedy. Default 1."""
     top_k: _builtins.int
     """0 keeps every token. Default 0."""
     min_p: _builtins.float

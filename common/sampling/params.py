@@ -26,8 +26,7 @@ _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
 class NumberOption:
     """The definition of a sampling option that is a number: its default, range and help text.
 
-    Values lie in [low, high], or in (low, high] if `is_low_open`. If `is_models`, the model's generation_config.json
-    comes before the default.
+    Values lie in [low, high]. If `is_models`, the model's generation_config.json comes before the default.
     """
 
     name: str
@@ -35,7 +34,6 @@ class NumberOption:
     default: float
     low: float
     high: float
-    is_low_open: bool
     is_models: bool
     help: str
 
@@ -51,11 +49,10 @@ class NumberOption:
         If the value was rounded to a float32, `sent` is the number before that, which counts.
         """
         told = value if sent is None else sent
-        above = self.low < told if self.is_low_open else self.low <= told
-        if math.isfinite(value) and above and told <= self.high:
+        if math.isfinite(value) and self.low <= told <= self.high:
             return None
         shown = str(told) if self.kind is int else shown_number(told)
-        return f"{shown} is not in {'(' if self.is_low_open else '['}{self.low:g}, {self.high:g}]"
+        return f"{shown} is not in [{self.low:g}, {self.high:g}]"
 
 
 def shown_number(value: float) -> str:
@@ -78,10 +75,8 @@ def _as_float32(value: float) -> float:
     return float(rounded)
 
 
-def _number(
-    default: float, *, low: float, high: float, is_low_open: bool = False, is_models: bool = False, help: str
-) -> Any:
-    about = {"low": low, "high": high, "is_low_open": is_low_open, "is_models": is_models, "help": help}
+def _number(default: float, *, low: float, high: float, is_models: bool = False, help: str) -> Any:
+    about = {"low": low, "high": high, "is_models": is_models, "help": help}
     return field(default=default, metadata={"default": default, **about})
 
 
@@ -104,9 +99,8 @@ class ResolvedSampling:
         1.0,
         low=0.0,
         high=1.0,
-        is_low_open=True,
         is_models=True,
-        help="Draw from the likeliest tokens that hold this share.",
+        help="Draw from the likeliest tokens that hold this share; 0 is the likeliest.",
     )
     top_k: int = _number(
         0, low=0, high=MAX_UINT32, is_models=True, help="Draw from this many likeliest tokens; 0 is all."

@@ -387,8 +387,8 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
     [
         (CHAT, {"frequency_penalty": 2.3}, "frequency_penalty: 2.3 is not in [-2, 2]"),
         (CHAT, {"min_p": 1.1}, "min_p: 1.1 is not in [0, 1]"),
-        (CHAT, {"top_p": 1.0000001}, "top_p: 1.0000001 is not in (0, 1]"),
-        (CHAT, {"top_p": -1e-50}, "top_p: -1e-50 is not in (0, 1]"),
+        (CHAT, {"top_p": 1.0000001}, "top_p: 1.0000001 is not in [0, 1]"),
+        (CHAT, {"top_p": -1e-50}, "top_p: -1e-50 is not in [0, 1]"),
         (CHAT, {"frequency_penalty": 1e39}, "frequency_penalty: 1e+39 is too large for a float32"),
         (CHAT, {"logit_bias": {"1": -1e39}}, "logit_bias: -1e+39 is too large for a float32"),
         (CHAT, {"priority": 1 << 31}, "priority: 2147483648 is not in [-2147483648, 2147483647]"),

@@ -43,6 +43,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "top_k of nearly all": {"top_k": VOCAB - 1},
     "top_p": {"top_p": 0.6},
     "top_p of the likeliest": {"top_p": 1e-6},
+    "top_p of none": {"top_p": 0.0},
     "top_p of nearly all": {"top_p": 0.999},
     "min_p": {"min_p": 0.2},
     "min_p of the likeliest": {"min_p": 1.0},

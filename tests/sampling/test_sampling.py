@@ -61,9 +61,10 @@ def random_logits(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def test_greedy_takes_the_most_likely_token() -> None:
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_p": 0.0}], ids=str)
+def test_greedy_takes_the_most_likely_token(options: dict[str, float]) -> None:
     logits = random_logits(4)
-    assert torch.equal(draw(logits, [params(temperature=0.0)] * 4, [9] * 4).token_ids, logits.argmax(1))
+    assert torch.equal(draw(logits, [params(**options)] * 4, [9] * 4).token_ids, logits.argmax(1))
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-4, 1e-30])

@@ -86,7 +86,7 @@ def test_a_value_that_no_request_could_have_is_refused_by_name(content: dict[str
     ("content", "expected"),
     [
         ({"top_k": -1}, {"top_k": 0}),
-        ({"top_p": 0.0, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"top_p": 0, "temperature": 0.7}, {"top_p": 0.0, "temperature": 0.7}),
         ({"top_k": -1.0}, {"top_k": 0}),
         ({"top_k": 50.0}, {"top_k": 50}),
         ({"temperature": 1}, {"temperature": 1.0}),

@@ -67,8 +67,8 @@ def number(option: NumberOption) -> st.SearchStrategy[float]:
     """Returns a strategy for values of the option that survive the wire, where floats are float32."""
     if option.kind is int:
         return st.integers(int(option.low), int(option.high))
-    low = float(np.nextafter(np.float32(option.low), np.float32(1))) if option.low else 2.0**-10
-    return st.floats(low if option.is_low_open or option.low > 0 else option.low, option.high, width=32)
+    low = float(np.nextafter(np.float32(option.low), np.float32(1))) if option.low > 0 else option.low
+    return st.floats(low, option.high, width=32)
 
 
 grammars = st.builds(

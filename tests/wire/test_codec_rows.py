@@ -58,7 +58,7 @@ ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
     "priority": lambda row: setattr(row, "priority", 101),
     "client": lambda row: setattr(row, "client", "c" * 257),
     "sampling.temperature": lambda row: setattr(row.sampling.params, "temperature", float("nan")),
-    "sampling.top_p": lambda row: setattr(row.sampling.params, "top_p", 0.0),
+    "sampling.top_p": lambda row: setattr(row.sampling.params, "top_p", -0.5),
     "sampling.min_p": lambda row: setattr(row.sampling.params, "min_p", 1.5),
     "sampling.repetition_penalty": lambda row: setattr(row.sampling.params, "repetition_penalty", 0.0),
     "sampling.presence_penalty": lambda row: setattr(row.sampling.params, "presence_penalty", float("inf")),
