@@ -130,6 +130,9 @@ def _all_tokens(value: Any) -> Any:
     return 0 if type(value) is int and value == -1 else value
 
 
+NumChoices = Annotated[int, Field(ge=1, lt=1 << 32)]  # bounded, because Python shows no number of 4301 digits
+
+
 class StreamOptions(StrictFields):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -209,8 +212,8 @@ class ChoicesFields(GenerationFields):
     """The request fields of the endpoints whose answers have choices."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] = 1
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    n: NumChoices = 1
+    best_of: NumChoices | None = None
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None
     # Fields beyond OpenAI's.

@@ -96,6 +96,13 @@ def test_the_priority_and_the_options_of_the_prefix_cache_are_taken() -> None:
     assert (completion().cache_salt, completion().cache_prompt) == (None, None)
 
 
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_a_number_of_choices_that_cannot_be_shown_is_refused(name: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        completion(prompt=["x"] * 10, **{name: 10**4299})
+    assert refused.value.param == name
+
+
 def test_an_empty_stop_string_stops_nothing_and_the_top_of_minus_one_is_all_tokens() -> None:
     assert completion(stop="").sampling["stop"] == []
     assert completion(top_k=-1).sampling["top_k"] == 0
