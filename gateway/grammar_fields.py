@@ -43,15 +43,20 @@ Texts = Annotated[list[str], Field(min_length=1)]
 """The texts to choose from."""
 
 
+def _whole(value: Any) -> Any:
+    """Returns 2 for 2.0, which are one number in JSON."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < 2**53 else value
+
+
 class StrictFields(BaseModel):
-    """The fields of an object in a request. One that is null counts as absent."""
+    """The fields of an object in a request. One that is null counts as absent, and 2.0 as 2."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_null(cls, fields: Any) -> Any:
-        return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
+    def _as_json_means(cls, fields: Any) -> Any:
+        return {k: _whole(v) for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
 
 class JsonSchema(StrictFields):

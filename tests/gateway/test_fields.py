@@ -108,6 +108,14 @@ def test_an_empty_stop_string_stops_nothing_and_the_top_of_minus_one_is_all_toke
     assert completion(top_k=-1).sampling["top_k"] == 0
 
 
+def test_a_whole_number_may_have_a_point() -> None:
+    whole = {"max_tokens": 16, "seed": -1, "top_k": -1, "n": 2, "temperature": 1}
+    pointed = {name: float(value) for name, value in whole.items()}
+    assert completion(**pointed) == completion(**whole)
+    with pytest.raises(ApiError, match=r"^max_tokens: input should be a valid integer, not 16.5"):
+        completion(max_tokens=16.5)
+
+
 def test_special_tokens_are_added_to_prompts_and_not_to_chats() -> None:
     plain = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
     assert parse_chat(to_json({**plain, "add_special_tokens": False})) == parse_chat(to_json(plain))
