@@ -23,8 +23,10 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """The most calls in a message, which is the decode service's limit."""
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
-_PART_HINTS = frozenset({"type", "cache_control", "annotations", "logprobs", "parsed"})
+_PART_HINTS = frozenset({"type", "cache_control", "prompt_cache_breakpoint", "annotations", "logprobs", "parsed"})
 """Fields of a text part that change nothing, beside the type."""
+_CALLED_DIRECTLY = ("caller", {"type": "direct"})
+"""A field of a call, or of its answer, that says that no program of the model called."""
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s|$)))+[ \t]*\n?")
 """Matches Claude Code's text for Anthropic's billing at the start of a system prompt's part."""
 
@@ -99,9 +101,9 @@ def new_call_id() -> str:
 
 
 def refuse_other_fields(place: str, value: Mapping[str, Any], fields: Set[str]) -> None:
-    """Raises ApiError for a field that is not among `fields`, unless its value is null or an empty list."""
+    """Raises ApiError for a field that is not among `fields`, unless its value asks for nothing."""
     for name, asked in value.items():
-        if name not in fields and asked is not None and asked != []:
+        if name not in fields and asked is not None and asked != [] and (name, asked) != _CALLED_DIRECTLY:
             raise not_served(f"{place}.{name}"[:128])
 
 

@@ -173,8 +173,7 @@ def _blocks(place: str, content: Any, kinds: Sequence[str]) -> Iterator[_Block]:
         kind = block.get("type")
         if not isinstance(kind, str) or kind not in kinds:
             raise kind_not_served(f"{where}.type", kind, f"{' and '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}")
-        fields = _FIELDS[kind] | {"caller"} if block.get("caller") == {"type": "direct"} else _FIELDS[kind]
-        refuse_other_fields(where, block, fields)
+        refuse_other_fields(where, block, _FIELDS[kind])
         yield where, block
 
 

@@ -72,7 +72,7 @@ _FIELDS_OF_ITEMS = {
     for kind, fields in {
         "message": ("role", "content", "phase"),
         "function_call": ("call_id", "name", "arguments", "parsed_arguments"),
-        "function_call_output": ("call_id", "output"),
+        "function_call_output": ("call_id", "name", "output"),
         "reasoning": ("summary", "content", "encrypted_content"),
     }.items()
 }

@@ -449,6 +449,8 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
         {"tools": [{**PICK, "defer_loading": False, "allowed_callers": ["direct"]}]},
         {"text": {"verbosity": "medium", "format": {"type": "text"}}, "reasoning": {}, "tools": [], "metadata": None},
         {"input": [{"role": "user", "content": [{**TEXT, "annotations": [{"type": "a"}], "logprobs": [{}]}]}]},
+        {"input": [{"role": "user", "content": [{**TEXT, "prompt_cache_breakpoint": {"mode": "explicit"}}]}]},
+        {"input": [USER, *({**each, "caller": {"type": "direct"}} for each in (CALL, {**DONE, "name": "pick"}))]},
         {"input": [{"role": "user", "content": [{**TEXT, "parsed": {}}]}, {**CALL, "parsed_arguments": {}}, DONE]},
         {"input": [{**SAID, "type": "message", "id": "msg_1", "status": "completed", "phase": "final_answer"}]},
         {"input": [{**each, "cache_control": {"type": "ephemeral"}} for each in (USER, CALL, DONE)]},
