@@ -64,11 +64,14 @@ class ChatTurn:
     calls: tuple[str, ...] = ()
 
 
-def joined(turns: Iterable[ChatTurn], *, roles: Set[str]) -> Iterator[ChatTurn]:
-    """Yields the turns; adjacent turns of one role in `roles` become one, with their texts as lines."""
+def joined(turns: Iterable[ChatTurn]) -> Iterator[ChatTurn]:
+    """Yields the turns; adjacent turns of one role become one, with their texts as lines. Answers of tools stay apart.
+
+    Agents send several messages in a row, and some chat templates want roles to take turns.
+    """
     for role, neighbours in groupby(turns, key=lambda turn: turn.message.role):
         group = list(neighbours)
-        if len(group) == 1 or role not in roles:
+        if len(group) == 1 or role == "tool":
             yield from group
             continue
         messages = [turn.message for turn in group]

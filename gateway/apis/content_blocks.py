@@ -46,15 +46,13 @@ _KINDS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 ROLES = tuple(_KINDS)
-_JOINED_ROLES = {"user", "assistant"}
 
 _Block = tuple[str, Mapping[str, Any]]
 """A block's place in the request, and the block."""
 
 
 def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[ChatMessage, ...], dict[str, str]]:
-    """Returns the chat of a request's `system` and `messages`. Adjacent messages of the user, or of the assistant,
-    become one.
+    """Returns the chat of a request's `system` and `messages`. Adjacent messages of one role become one.
 
     Also returns a mapping from field names in the gRPC request to those in `messages`. Raises ApiError, which names the
     wrong field.
@@ -70,7 +68,7 @@ def chat_of(system: Any, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[C
             num_results += turn.message.role == "tool"
             if num_results > MAX_MESSAGES:
                 raise invalid("messages", f"more than {MAX_MESSAGES} tool results")
-    turns = list(joined(turns, roles=_JOINED_ROLES))
+    turns = list(joined(turns))
     if len(turns) > MAX_MESSAGES:
         raise invalid("messages", f"{len(turns)} messages and tool results are more than {MAX_MESSAGES}")
     params = params_of(turns, result_id="tool_use_id", call_id="id")

@@ -181,7 +181,7 @@ class ResponseFields(ReasoningFields, GenerationFields):
 def parse_response(body: bytes) -> Plan:
     """Parses the body of a request. Raises ApiError, which names the wrong field."""
     fields = parse_fields(body, ResponseFields)
-    turns = tuple(joined(_turns(fields), roles={"assistant"}))
+    turns = tuple(joined(_turns(fields)))
     prompt = ChatInput(
         messages=tuple(turn.message for turn in turns),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, is_flat=True),

@@ -321,6 +321,7 @@ PICKED = ToolCall("pick", "{}", "c1")
             [ChatMessage("user", "a\nb")],
         ),
         ([SAID, CALL, SAID, SAID], [ChatMessage("assistant", "Well.\nWell.\nWell.", (PICKED,))]),
+        ([USER, USER], [ChatMessage("user", "hi\nhi")]),
         (
             [{**THOUGHT, "content": [{"type": "reasoning_text", "text": "Hm."}]}, SAID, CALL, DONE],
             [
@@ -340,7 +341,16 @@ PICKED = ToolCall("pick", "{}", "c1")
 )
 def test_items_become_messages(items: Any, messages: Sequence[ChatMessage]) -> None:
     assert prompt_of(input=items).messages == tuple(messages)
-    assert prompt_of(input=items, instructions="First.").messages == (ChatMessage("system", "First."), *messages)
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [("hi", "First."), ([{"role": "developer", "content": "Be brief."}, USER], "First.\nBe brief.")],
+    ids=["alone", "before a developer's"],
+)
+def test_instructions_are_the_beginning_of_a_system_message(items: Any, words: str) -> None:
+    chat = prompt_of(input=items, instructions="First.").messages
+    assert chat == (ChatMessage("system", words), ChatMessage("user", "hi"))
 
 
 @pytest.mark.parametrize(
