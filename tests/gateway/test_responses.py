@@ -525,12 +525,18 @@ def test_an_error_about_a_message_names_the_item(
     assert (error["param"], error["message"]) == (param, f"{param}: is odd")
 
 
-def test_a_stream_that_fails_ends_with_a_failed_response(edge: GatewayHere, scripted: ScriptedServer) -> None:
-    scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
+@pytest.mark.parametrize(
+    ("why", "status", "code"),
+    [(code_pb2.INTERNAL, 500, "server_error"), (code_pb2.INVALID_ARGUMENT, 400, "invalid_prompt")],
+)
+def test_a_stream_that_fails_ends_with_a_failed_response(
+    edge: GatewayHere, scripted: ScriptedServer, why: int, status: int, code: str
+) -> None:
+    scripted.inference.script = [started(), delta([5], "a"), failure(why, "broke")]
     *_, last = events_of(edge)
     assert last.type == "response.failed" and last.response.status == "failed"
     assert last.response.error is not None
-    assert (last.response.error.code, last.response.error.message) == ("server_error", "broke")
+    assert (last.response.error.code, last.response.error.message) == (code, "broke")
     (message,) = last.response.output
     assert (message.status, message.content[0].text) == ("incomplete", "a")  # type: ignore[union-attr]
-    wait_until(lambda: edge.metric("baton_gateway_requests_total", route=PATH, status="500") == 1)
+    wait_until(lambda: edge.metric("baton_gateway_requests_total", route=PATH, status=str(status)) == 1)

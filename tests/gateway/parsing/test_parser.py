@@ -270,6 +270,11 @@ _STRING, _INTEGER, _NULL = {"type": "string"}, {"type": "integer"}, {"type": "nu
         ({"type": "boolean"}, "true", "true"),
         ({"type": "array", "items": _STRING}, '["1"]', '["1"]'),
         ({"type": "object"}, '{"a": "1"}', '{"a": "1"}'),
+        (
+            {"anyOf": [{"patternProperties": {"^x": _INTEGER}, "additionalProperties": False}, _STRING]},
+            '{"x1": 1}',
+            '{"x1": 1}',
+        ),
         ({}, "5", "5"),
         ({"description": "whatever"}, "null", "null"),
         (True, "[1]", "[1]"),
