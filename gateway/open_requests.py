@@ -109,7 +109,6 @@ class OpenRequests:
         try:
             taken_s = self._places.take(client)
         except Full as full:
-            self._places.expect(client, full.retry_after_s)
             message = f"{len(self._places)} requests are open"
             raise overloaded(message, retry_after_s=full.retry_after_s) from None
         try:

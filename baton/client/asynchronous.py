@@ -149,8 +149,7 @@ class AsyncEventStream(AsyncIterator[Event]):
         self._has_answered = False
         try:
             request, timeout_s = self._generation.next_call()
-            metadata = (*self._metadata, *servers.metadata_at(server, self._avoided))
-            self._call = server.inference.Generate(request, timeout=timeout_s, metadata=metadata)
+            self._call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         except BaseException:
             servers.give_back(server, opening)
             raise
@@ -313,8 +312,7 @@ class AsyncClient:
             server = await self._servers.take_when_ready(avoided=avoided, timeout_s=left_s)
             left_s = max(0.0, give_up_s - time.monotonic())
             try:
-                metadata = self._servers.metadata_at(server, avoided)
-                call = method_of(server)(request, timeout=left_s, metadata=metadata)
+                call = method_of(server)(request, timeout=left_s)
                 if left_s <= ANSWER_TIMEOUT_S or await _answers(call, ANSWER_TIMEOUT_S):
                     return await _only_answer(call)
                 errors[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)

@@ -152,8 +152,7 @@ class EventStream(Iterator[Event]):
         self._has_answered = False
         try:
             request, timeout_s = self._generation.next_call()
-            metadata = (*self._metadata, *servers.metadata_at(server, self._avoided))
-            call = server.inference.Generate(request, timeout=timeout_s, metadata=metadata)
+            call = server.inference.Generate(request, timeout=timeout_s, metadata=self._metadata)
         except ValueError as error:  # another thread has closed the client since the server was chosen
             servers.give_back(server, opening)
             raise Cancelled(f"the client is closed: {error}") from None
@@ -339,8 +338,7 @@ class Client:
             server = self._servers.take_when_ready(avoided=avoided, timeout_s=left_s)
             left_s = max(0.0, give_up_s - time.monotonic())
             try:
-                metadata = self._servers.metadata_at(server, avoided)
-                call = method_of(server)(request, timeout=left_s, metadata=metadata)
+                call = method_of(server)(request, timeout=left_s)
                 if left_s <= ANSWER_TIMEOUT_S or _answers(call, ANSWER_TIMEOUT_S):
                     return _only_answer(call)
                 errors[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)

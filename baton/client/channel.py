@@ -111,7 +111,7 @@ class _Authorized:
     def stream_stream(self, *args: Any, **options: Any) -> Any:
         return partial(self._call, self._channel.stream_stream(*args, **options))
 
-    def _call(self, method: Any, *args: Any, metadata: Metadata = (), **options: Any) -> Any:
+    def _call(self, method: Any, *args: Any, metadata: _Metadata = (), **options: Any) -> Any:
         return method(*args, metadata=(*self._metadata, *metadata), **options)
 
 
@@ -195,10 +195,10 @@ def _look_up(host: str, port: int) -> str:
     return ""
 
 
-Metadata = tuple[tuple[str, str], ...]
+_Metadata = tuple[tuple[str, str], ...]
 
 
-def trace_metadata() -> Metadata:
+def trace_metadata() -> _Metadata:
     """Returns the current span's `traceparent`, and its `tracestate` if it has one. Without a span it is empty."""
     carrier: dict[str, str] = {}
     _W3C.inject(carrier)

@@ -34,7 +34,6 @@ from grpc_health.v1 import health_pb2_grpc
 from baton.client.affinity import NO_BEGINNINGS, Beginnings, ServersByBeginning, beginnings_of
 from baton.client.channel import (
     ChannelOptions,
-    Metadata,
     ServerTarget,
     Tls,
     authorized,
@@ -54,7 +53,6 @@ from baton.errors import (
 )
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from common.addresses import DnsName, address_of
-from common.rpc.fair_shares import GOES_ELSEWHERE
 from common.rpc.name_lookup import LookUp, LookUps, look_up
 
 MIN_MARGIN_CALLS = 2
@@ -299,17 +297,15 @@ class Servers(ABC):
         Returns whether another one is ready that does not hang. If none is, all have been tried, and `avoided` is
         emptied.
         """
-        avoided.add(server)
-        if self._is_another_ready(avoided):
-            return True
-        avoided.clear()
-        return False
-
-    def metadata_at(self, server: Server, avoided: Collection[Server]) -> Metadata:
-        """Returns what a call at the server says of itself: that it goes elsewhere if it is refused, if another server
-        is ready that is not in `avoided`.
-        """
-        return (GOES_ELSEWHERE,) if self._is_another_ready({server, *avoided}) else ()
+        with self._changed:
+            avoided.add(server)
+            hangs_from_s = self._clock() + FAILED_FOR_S
+            able = [each for each in self._servers.values() if each.failed_until_s <= hangs_from_s]
+            others = [] if self._is_closed else [each for each in able if each not in avoided]
+            if any(self._state(each) is _READY for each in others):
+                return True
+            avoided.clear()
+            return False
 
     def give_back(self, server: Server, opening: Opening | None = None) -> None:
         """Must be called when a call has ended for which `take` returned `server`.
@@ -404,13 +400,6 @@ class Servers(ABC):
             if candidates[found].num_open <= least_busy.num_open + max(MIN_MARGIN_CALLS, MARGIN_SHARE * mean):
                 return candidates[found]
         return least_busy
-
-    def _is_another_ready(self, avoided: Collection[Server]) -> bool:
-        with self._changed:
-            hangs_from_s = self._clock() + FAILED_FOR_S
-            able = [each for each in self._servers.values() if each.failed_until_s <= hangs_from_s]
-            others = [] if self._is_closed else [each for each in able if each not in avoided]
-            return any(self._state(each) is _READY for each in others)
 
     def _end_opening(self, server: Server, opening: Opening) -> None:
         if not opening.has_ended:

@@ -14,8 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-GOES_ELSEWHERE = ("baton-goes-elsewhere", "1")
-"""The metadata of a call that goes to another server if this one is full, so this one need not keep a place for it."""
 _LATE_S = 1.0
 """How many seconds late a refused client may ask again before its place is no longer kept."""
 _MAX_WISHERS = 256
@@ -34,10 +32,9 @@ class Full(Exception):
 class FairPlaces:
     """Gives places to clients, which are identified by name. Call it from one thread only.
 
-    A refused client is told when to ask again. If it is expected to, places that become free are kept for it until
-    then, up to its share, and up to an eighth of all places for all waiting clients together. The share is the same for
-    every client that holds or wants places. There are also an eighth more places than `num_places`, only for clients
-    below their share.
+    A refused client is told when to ask again. Until then, places that become free are kept for it, up to its share,
+    and up to an eighth of all places for all waiting clients together. The share is the same for every client that
+    holds or wants places. There are also an eighth more places than `num_places`, only for clients below their share.
     """
 
     def __init__(self, num_places: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,21 +60,23 @@ class FairPlaces:
         if wishes:
             self._wishes[client] = wishes
         if not may_take:
-            raise Full(self._retry_after_s())
+            retry_after_s = self._retry_after_s()
+            wishes.append(now_s + retry_after_s + _LATE_S)
+            self._wishes[client] = wishes[-self._share(client) :]
+            if len(self._wishes) > _MAX_WISHERS:
+                del self._wishes[next(iter(self._wishes))]
+            raise Full(retry_after_s)
         self._held[client] += 1
         self._num_held += 1
         return now_s
 
-    def expect(self, client: str, retry_after_s: int) -> None:
-        """Notes that a request of `client`, which `take` has just refused, comes again when it was told to."""
-        wishes = self._wishes.pop(client, [])
-        wishes.append(self._clock() + retry_after_s + _LATE_S)
-        self._wishes[client] = wishes[-self._share(client) :]
-        if len(self._wishes) > _MAX_WISHERS:
-            del self._wishes[next(iter(self._wishes))]
-
     def hand_over(self, holder: str, client: str) -> float:
-        """Moves a place from `holder` to `client`. Returns the present time, to be passed to `give_back`."""
+        """Moves a place from `holder` to `client`, which `take` has just refused. Returns the present time, to be
+        passed to `give_back`.
+        """
+        del self._wishes[client][-1:]
+        if not self._wishes[client]:
+            del self._wishes[client]
         self._held[client] += 1
         self._held[holder] -= 1
         if not self._held[holder]:

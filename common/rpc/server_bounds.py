@@ -15,7 +15,7 @@ from common.addresses import host_and_port, is_loopback, network_of
 from common.errors import InvalidRequest, Overloaded
 from common.rpc.aio import whole_read
 from common.rpc.errors import abort_with
-from common.rpc.fair_shares import GOES_ELSEWHERE, FairPlaces, Full
+from common.rpc.fair_shares import FairPlaces, Full
 from common.rpc.messages import ProtocolError, require_few_fields
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -61,11 +61,6 @@ def _whose(address: str) -> str:
 
 
 BY_ADDRESS = clients_told_apart(())
-
-
-def goes_elsewhere(context: Context) -> bool:
-    """Returns whether the call goes to another server if this one is full."""
-    return GOES_ELSEWHERE in (context.invocation_metadata() or ())
 
 
 class StreamLimit(grpc.aio.ServerInterceptor):
@@ -123,8 +118,6 @@ class StreamLimit(grpc.aio.ServerInterceptor):
         try:
             return places.take(client)
         except Full as full:
-            if not goes_elsewhere(context):
-                places.expect(client, full.retry_after_s)
             message = f"{len(places)} streams of {method} are open"
             await abort_with(context, Overloaded(message, retry_after_s=full.retry_after_s))
 

@@ -21,7 +21,7 @@ from common.grammar.grammar import TokenRules
 from common.grammar.matcher import Matcher
 from common.grammar.reasoning import NUM_LAST_TOKENS
 from common.rpc.errors import abort_with
-from common.rpc.server_bounds import BY_ADDRESS, ClientOf, goes_elsewhere
+from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
 from common.service.engine_thread import EnginePort
@@ -137,13 +137,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             with self._edge_track.span("check_request"):
                 checked = check_request(request, self._limits, self._served.tool_grammars)
             whose = self._whose(checked, context)
-            live = self._live_requests.admit(
-                checked.request_id,
-                trace,
-                client=whose,
-                priority=checked.priority,
-                goes_elsewhere=goes_elsewhere(context),
-            )
+            live = self._live_requests.admit(checked.request_id, trace, client=whose, priority=checked.priority)
         except BatonError as error:
             self._observer.on_refused(error)
             trace.failed(error)
@@ -338,7 +332,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Raises Draining, EngineLost or Overloaded.
         """
         client = self._client_of(context)
-        live = self._live_requests.admit(None, client=client, goes_elsewhere=goes_elsewhere(context))
+        live = self._live_requests.admit(None, client=client)
         try:
             yield client, ""
         finally:

@@ -116,12 +116,10 @@ class LiveRequests(AllLiveRequests):
         *,
         client: str = "",
         priority: int | None = None,
-        goes_elsewhere: bool = False,
     ) -> LiveRequest:
         """Admits a request; a new id is made if `request_id` is None. Each success needs one `release`.
 
-        Without `priority` it takes no other request's place. If it is refused and `goes_elsewhere`, it is not expected
-        to come again.
+        Without `priority` it takes no other request's place.
 
         Raises Draining, EngineLost, DuplicateRequest or Overloaded.
         """
@@ -136,8 +134,6 @@ class LiveRequests(AllLiveRequests):
             taken_s = self._places.take(client)
         except Full as full:
             if (last := self._last_waiting(due_s)) is None:
-                if not goes_elsewhere:
-                    self._places.expect(client, full.retry_after_s)
                 message = f"{len(self)} requests are queued or running"
                 raise Overloaded(message, retry_after_s=full.retry_after_s) from None
             taken_s = self._take_place_of(last, client, retry_after_s=full.retry_after_s)

@@ -89,7 +89,6 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         )
 
     def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
-        self.metadata.put(dict(context.invocation_metadata()))
         self._answer("Tokenize", context)
         if (refusal := next(self.refusals, None)) is not None:
             context.abort_with_status(rpc_status.to_status(refusal))

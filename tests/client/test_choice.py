@@ -538,21 +538,6 @@ async def test_a_small_call_that_all_servers_refuse_ends_with_the_earliest_time_
     assert refusal.value.retry_after_s == 5
 
 
-@pytest.mark.parametrize("call", ["complete", "tokenize"])
-async def test_a_call_that_goes_elsewhere_if_it_is_refused_says_so(
-    scripted: list[ScriptedServer], open_client: OpenClient, call: str
-) -> None:
-    client = open_client(addresses(scripted), resume=True)
-    await until_all_are_used(client)
-    said: queue.Queue[dict[str, Any]] = queue.Queue()
-    for server in scripted:
-        server.inference.metadata = said
-        server.inference.script, server.inference.refusals = [FULL], itertools.repeat(FULL)
-    with pytest.raises(errors.ResourceExhausted):
-        await client.call(call, "Hi")
-    assert [said.get_nowait().get("baton-goes-elsewhere") for _ in scripted] == ["1", "1", None]
-
-
 async def test_a_server_that_works_for_long_is_not_one_that_hangs(
     server: ScriptedServer, open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,10 +11,8 @@ import pytest
 from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from common.errors import PrefillUnavailable
 from common.rpc.bearer_tokens import authorization
-from common.rpc.fair_shares import GOES_ELSEWHERE
 from common.sampling.params import TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.service.server import ServerLimits
 from common.telemetry.stats import Timings
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.live_request import Ending, LiveRequest
@@ -371,38 +369,6 @@ async def test_a_client_that_has_all_places_keeps_no_other_out_however_many_conn
         assert (await error_of(again))[1] == "QUEUE_FULL"
         assert (await edge.stub.Generate(request, metadata=second).read()).WhichOneof("event") == "started"
         assert {each.client for each in edge.engine.of_type(Submit)} == {"token 0", "token 1"}, "who share rows too"
-        edge.router.on_death(RuntimeError("the test is over"))
-        await edge.live_requests.wait_idle()
-
-
-@pytest.mark.parametrize("method", ["Generate", "Tokenize", "stream"])
-@pytest.mark.parametrize("goes_elsewhere", [False, True])
-async def test_a_place_is_kept_for_a_request_that_was_refused_unless_it_goes_elsewhere(
-    method: str, goes_elsewhere: bool
-) -> None:
-    tokens = "first-token", "second-token", "third-token"
-    first, second, third = [authorization(token) for token in tokens]
-    limits = ServerLimits(max_streams=MAX_LIVE) if method == "stream" else None
-    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]))
-    async with running_edge([], tokens=tokens, limits=limits) as edge:
-        calls = []
-        for num, metadata in enumerate([first] * MAX_LIVE + [second], start=1):
-            calls.append(edge.stub.Generate(request, metadata=metadata))
-            await edge.engine.submitted(num)
-        metadata = (*third, GOES_ELSEWHERE) if goes_elsewhere else third
-        if method == "Tokenize":
-            refused = edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="a"), metadata=metadata)
-        else:
-            refused = edge.stub.Generate(request, metadata=metadata)
-        assert (await error_of(refused))[1] == "QUEUE_FULL"
-        for call in calls[:2]:
-            call.cancel()
-        await until(lambda: len(edge.live_requests) == MAX_LIVE - 1)
-        again = edge.stub.Generate(request, metadata=first)
-        if goes_elsewhere:
-            await edge.engine.submitted(MAX_LIVE + 2)
-        else:
-            assert (await error_of(again))[1] == "QUEUE_FULL"
         edge.router.on_death(RuntimeError("the test is over"))
         await edge.live_requests.wait_idle()
 

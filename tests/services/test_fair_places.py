@@ -26,7 +26,6 @@ class Hall:
         try:
             self.taken_s.setdefault(client, []).append(self.places.take(client))
         except Full as full:
-            self.places.expect(client, full.retry_after_s)
             self.retry_after_s = full.retry_after_s
             return False
         return True
