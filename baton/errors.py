@@ -68,7 +68,7 @@ class BatonError(Exception):
     def retry_after_s(self) -> int | None:
         """The seconds after which a full server wants to be asked again; None if it names no time."""
         told = self.metadata.get("retry_after_s", "")
-        return min(int(told), _LONGEST_S) if told.isdecimal() else None
+        return int(min(float(told), _LONGEST_S)) if told.isdecimal() else None
 
 
 class InvalidArgument(BatonError):

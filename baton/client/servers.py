@@ -342,11 +342,12 @@ class Servers(ABC):
         error = error_from_rpc(failure)
         self.note_failed(server, error)
         is_full = error.reason == QUEUE_FULL
-        if (is_full or isinstance(error, Unavailable)) and self.avoid(server, avoided):
+        if is_full or isinstance(error, Unavailable):
             errors[server] = error
-            return
+            if self.avoid(server, avoided):
+                return
         if is_full:
-            error = min((error, *errors.values()), key=_told_s)
+            error = min(errors.values(), key=_told_s)
         elif isinstance(error, DeadlineExceeded):
             error = errors.get(server, error)
         raise error from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 
@@ -43,7 +44,9 @@ class FairPlaces:
         self._clock = clock
         self._held: Counter[str] = Counter()
         self._num_held = 0
-        self._wishes: dict[str, list[float]] = {}  # for each refused request, until when a place is kept; oldest first
+        self._wishes: dict[
+            str, list[float]
+        ] = {}  # for each refused request, until when a place is kept; earliest first
         self._mean_held_s = 0.0
 
     def __len__(self) -> int:
@@ -61,7 +64,7 @@ class FairPlaces:
             self._wishes[client] = wishes
         if not may_take:
             retry_after_s = self._retry_after_s()
-            wishes.append(now_s + retry_after_s + _LATE_S)
+            insort(wishes, now_s + retry_after_s + _LATE_S)
             self._wishes[client] = wishes[-self._share(client) :]
             if len(self._wishes) > _MAX_WISHERS:
                 del self._wishes[next(iter(self._wishes))]

@@ -64,7 +64,7 @@ class EnginePort(Protocol[_CommandT_contra]):
 
     @property
     def load(self) -> EngineLoad:
-        """The engine's load at the end of the last step."""
+        """The engine's load at the end of the last step, which may be told after that step's events."""
 
     @property
     def is_alive(self) -> bool:

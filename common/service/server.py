@@ -48,7 +48,7 @@ _log = structlog.get_logger(__name__)
 class ServerLimits:
     """The bounds on what clients may use.
 
-    All clients together may open `max_streams` streams of each method, and a host `max_watches_per_host` watches of
+    All clients together may open `max_streams` streams of each method, and a client `max_watches_per_client` watches of
     health. A call's only request must arrive within `request_timeout_s`, and a handshake must end within
     `handshake_timeout_s`. A connection without a call is closed after `idle_timeout_s`. After `connection_age_s` (None:
     never) a client is asked to connect again.
@@ -56,7 +56,7 @@ class ServerLimits:
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_streams: int = 1024
-    max_watches_per_host: int = 1024
+    max_watches_per_client: int = 1024
     max_connections: int = MAX_CONNECTIONS
     request_timeout_s: float = 10.0
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
@@ -139,7 +139,7 @@ class ServiceServer(FrontServer):
         self._has_tokens = bool(tokens)
         self._has_role_tokens = bool(role_tokens)
         self.client_of = clients_told_apart(tokens)
-        self._health = HealthServicer(max_watches_per_host=limits.max_watches_per_host)
+        self._health = HealthServicer(max_watches_per_client=limits.max_watches_per_client)
         self._is_ready: bool | None = None
         self.grpc_server = grpc.aio.server(
             interceptors=[
@@ -228,15 +228,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     """The grpc.health.v1 service of a server whose service names are known beforehand. Use it from the event loop only.
 
     A watcher that does not read delays neither `set` nor other watchers, and is dropped after a timeout. The number of
-    watches per host is limited: enough for all clients behind one address, but not so many that other hosts are locked
-    out. Further ones fail with RESOURCE_EXHAUSTED.
+    watches per client, as addresses tell them apart, is limited: enough for all callers behind one address, but not so
+    many that others are locked out. Further ones fail with RESOURCE_EXHAUSTED.
 
     (The servicer in grpcio-health-checking holds a lock while it writes, and every later change of the status waits for
     it.)
     """
 
-    def __init__(self, *, max_watches_per_host: int) -> None:
-        self._max_watches_per_host = max_watches_per_host
+    def __init__(self, *, max_watches_per_client: int) -> None:
+        self._max_watches_per_client = max_watches_per_client
         self._statuses: dict[str, Any] = {}
         self._num_watches: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -255,18 +255,18 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return _Response(status=self._statuses[request.service])
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        host = BY_ADDRESS(context)
-        if self._num_watches[host] >= self._max_watches_per_host:
-            await abort_with(context, Overloaded(f"{self._max_watches_per_host} watches of this host are open"))
-        self._num_watches[host] += 1
+        client = BY_ADDRESS(context)
+        if self._num_watches[client] >= self._max_watches_per_client:
+            await abort_with(context, Overloaded(f"{self._max_watches_per_client} watches of this client are open"))
+        self._num_watches[client] += 1
         try:
             await self._write_changes(request.service, context)
         except TimeoutError:
             await abort_with(context, RequestCancelled("the watcher reads nothing"))
         finally:
-            self._num_watches[host] -= 1
-            if not self._num_watches[host]:
-                del self._num_watches[host]
+            self._num_watches[client] -= 1
+            if not self._num_watches[client]:
+                del self._num_watches[client]
 
     async def _write_changes(self, service: str, context: Context) -> NoReturn:
         """Writes the status whenever it changes. Raises TimeoutError if the watcher does not read a change in time."""

@@ -271,6 +271,11 @@ async def test_with_a_time_for_admission_it_comes_again_when_it_was_told_to(
     assert len(list(requests(server))) == num_calls
 
 
+@pytest.mark.parametrize(("told", "seconds"), [("9" * 5000, 10**9), ("-1", None), ("1.5", None)])
+def test_a_time_to_come_again_is_a_whole_number_of_any_length(told: str, seconds: int | None) -> None:
+    assert errors.ResourceExhausted("full", metadata={"retry_after_s": told}).retry_after_s == seconds
+
+
 def test_those_who_were_told_the_same_second_do_not_all_come_at_once() -> None:
     full = errors.ResourceExhausted("full", reason="QUEUE_FULL", metadata={"retry_after_s": "3"})
     pauses = []

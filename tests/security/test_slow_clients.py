@@ -335,7 +335,7 @@ async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, con
 
 
 async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them() -> None:
-    async with running(max_watches_per_host=NUM_STREAMS + 1) as edge:
+    async with running(max_watches_per_client=NUM_STREAMS + 1) as edge:
         stub = health_pb2_grpc.HealthStub(edge.channel)
 
         def watch() -> grpc.aio.UnaryStreamCall[Any, Any]:
@@ -357,7 +357,7 @@ async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them()
 
 
 async def test_the_hosts_of_an_ipv6_network_share_the_bound_of_watches() -> None:
-    health = HealthServicer(max_watches_per_host=1)
+    health = HealthServicer(max_watches_per_client=1)
 
     async def watch(host: int) -> None:
         context: Any = AloneContext(remaining_s=BOUND_S, peer=f"ipv6:%5B2001:db8::{host}%5D:5")

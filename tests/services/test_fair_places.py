@@ -119,6 +119,21 @@ def test_one_request_that_comes_again_when_it_was_told_to_waits_no_longer_each_t
     assert set(told) == {2}
 
 
+def test_the_request_that_was_to_come_first_has_come(hall: Hall) -> None:
+    hall.fill("c")
+    hall.now_s += 320.0
+    hall.leave("c")
+    assert hall.take("d")
+    hall.fill("a")
+    assert hall.retry_after_s == 20
+    for _ in range(10):  # places are held for less time
+        hall.leave("d")
+        assert hall.take("d")
+    assert (hall.take("a"), hall.retry_after_s) == (False, 14)
+    hall.now_s += 14.0
+    assert (hall.take("a"), hall.retry_after_s) == (False, 14), "two want places, not three"
+
+
 def test_what_is_kept_for_who_was_refused_is_an_eighth_at_most(hall: Hall) -> None:
     hall.fill("a")
     hall.fill("b")

@@ -57,6 +57,7 @@ def new_decode_engine(model: object, device: Device | None = None, **options: An
     engine = cpu_engine(torch.device("cpu") if device is None else device.torch_device)
     if engine is not None:
         options.setdefault("copy_kv", engine.kv_copy())
+    options.setdefault("outbox", Outbox(lambda events: None))
     return DecodeEngine(*_values(DecodeConfig, model, device, options), **options)
 
 
@@ -64,14 +65,14 @@ def new_prefill_engine(model: object, device: Device | None = None, **options: A
     """Returns a prefill engine with the sizes in `SMALL`, which `options` override: fields of its config, its size and
     its parts, or arguments. Without a device it gets a CPU device of its own. Without an outbox nobody gets its events.
     """
+    options.setdefault("outbox", Outbox(lambda events: None))
     return PrefillEngine(*_values(PrefillConfig, model, device, options), **options)
 
 
 def _values(
     kind: type[ConfigT], model: object, device: Device | None, options: dict[str, Any]
 ) -> tuple[ConfigT, PoolSize, EngineParts]:
-    """Takes the fields of config, size and parts out of `options`, and returns these values. Adds an outbox."""
-    options.setdefault("outbox", Outbox(lambda events: None))
+    """Takes the fields of config, size and parts out of `options`, and returns these values."""
     for name, value in SMALL.items():
         options.setdefault(name, value)
     if (draft := options.get("draft")) is not None and kind is DecodeConfig:
