@@ -33,6 +33,8 @@ MAX_FIELDS = 256
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _REPEATED = re.compile('Detected duplicate key "(.*)" at line ')
 """Matches the JSON parser's error message for a name that comes twice in one object."""
+_HALF_PAIR = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]..)")
+"""Matches half of a surrogate pair as JSON writes it, where no backslash stands for itself."""
 _HARMLESS = frozenset(
     {
         "client_metadata",
@@ -270,7 +272,7 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
     A name that comes twice in one object is refused, because some servers take its first value and some its last.
     """
     try:
-        values = jiter.from_json(body, catch_duplicate_keys=True)
+        values = _json_of(body)
     except ValueError as error:
         if repeated := _REPEATED.match(str(error)):
             raise invalid(repeated[1][:64], "comes twice in one object", code="invalid_json") from None
@@ -297,6 +299,20 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         return kind.model_validate({**asked, **({"numbers": given} if takes_numbers else {})})
     except ValidationError as error:
         raise _api_error(error) from None
+
+
+def _json_of(body: bytes) -> Any:
+    """Parses JSON. Half of a surrogate pair becomes U+FFFD: agents that cut a tool's answer within an emoji send it, in
+    each later request of the conversation too. Raises ValueError.
+    """
+    try:
+        return jiter.from_json(body, catch_duplicate_keys=True)
+    except ValueError as error:
+        if "hex escape" not in str(error) or b"\xff" in body:
+            raise
+    marked = body.replace(rb"\\", b"\xff\xff")  # a byte that UTF-8 lacks
+    whole = _HALF_PAIR.sub(rb"\\ufffd", marked).replace(b"\xff\xff", rb"\\")
+    return jiter.from_json(whole, catch_duplicate_keys=True)
 
 
 def _place_of_infinite(values: dict[str, Any] | list[Any]) -> list[int | str] | None:

@@ -340,12 +340,13 @@ def _call_as_read(call: ToolCall, form: _Form) -> dict[str, Any]:
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
     """Parses the arguments of a call. Returns None if they are no JSON object, or if the parsed object would lose
-    something: if a name comes twice or a number is not finite.
+    something, or be no text: if a name comes twice, a number is not finite, or a surrogate has no pair.
     """
     if not arguments.strip():
         return {}  # some models write nothing if there are no arguments
     try:
         value = json.loads(arguments, object_pairs_hook=_without_repetition, parse_float=finite, parse_constant=finite)
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

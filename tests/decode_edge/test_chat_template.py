@@ -515,8 +515,9 @@ def test_a_call_of_a_tool_is_kept_in_whatever_form_a_template_reads_it(source: s
         ('{"a": 1e999}', '"{\\"a\\": 1e999}"'),
         ('{"a": NaN}', '"{\\"a\\": NaN}"'),
         ("[" * 100_000, '"' + "[" * 100_000 + '"'),
+        ('{"a": "\\ud83d"}', '"{\\"a\\": \\"\\\\ud83d\\"}"'),
     ],
-    ids=["object", "none", "list", "cut", "twice", "infinite", "NaN", "deep"],
+    ids=["object", "none", "list", "cut", "twice", "infinite", "NaN", "deep", "half of a pair"],
 )
 def test_arguments_that_an_object_would_not_keep_stay_text(arguments: str, read: str) -> None:
     assert rendered(CHATML, USER, calls(arguments)) == (

@@ -191,6 +191,19 @@ def test_a_number_that_json_lacks_is_refused_by_its_place(number: str, more: str
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"\ud83d", "\ufffd"),
+        (r"a\uDE00\ud83d\ude00\ud83d", "a\ufffd\U0001f600\ufffd"),
+        (r"\\ud83d\ude00 \\\ud83d \\\\ud83d\n", "\\ud83d\ufffd \\\ufffd \\\\ud83d\n"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_read_as_no_known_character(written: str, read: str) -> None:
+    """JavaScript writes it where it cuts a text in two."""
+    assert completion(prompt=read) == parse_completion(f'{{"model": "demo", "prompt": "{written}"}}'.encode())
+
+
 def test_a_prompt_may_speak_of_such_numbers() -> None:
     assert chat(content="NaN, Infinity and 1e999").prompts
 
