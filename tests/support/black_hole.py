@@ -29,7 +29,7 @@ class BlackHoleProxy:
         self._loop = LoopThread()
         self._is_open = asyncio.Event()
         self._is_open.set()
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._begun: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server = self._loop.run(asyncio.start_server(self._serve, "127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -40,9 +40,7 @@ class BlackHoleProxy:
         self._loop.call_soon(self._is_open.set)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._pumps.add(task)
+        self._note_begun()
         try:
             await self._is_open.wait()
             far_reader, far_writer = await asyncio.open_connection(*self.target)
@@ -58,13 +56,19 @@ class BlackHoleProxy:
             if group.split((OSError, asyncio.CancelledError))[1] is not None:
                 raise
         finally:
-            self._pumps.discard(task)
             writer.close()
+
+    def _note_begun(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forwards one direction until the reader ends. It then raises ConnectionResetError, which also ends the other
         direction: gRPC closes both at once.
         """
+        self._note_begun()
         while data := await reader.read(CHUNK_BYTES):
             await self._is_open.wait()
             writer.write(data)
@@ -73,11 +77,13 @@ class BlackHoleProxy:
         raise ConnectionResetError
 
     async def _end(self) -> None:
-        self._server.close()
-        for pump in tuple(self._pumps):
-            pump.cancel()
-        if self._pumps:
-            await asyncio.wait(tuple(self._pumps), timeout=BOUND_S)
+        async with asyncio.timeout(BOUND_S):
+            while begins := asyncio.all_tasks() - self._begun - {asyncio.current_task()}:  # connections just come
+                await asyncio.wait(begins, timeout=0.001)
+            self._server.close()
+            for task in self._begun:
+                task.cancel()
+            await asyncio.gather(*self._begun, return_exceptions=True)
 
     def close(self) -> None:
         self._loop.run(self._end())
