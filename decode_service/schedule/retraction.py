@@ -80,10 +80,9 @@ class Retraction:
         """Returns the requests that give way to a waiting one: none if all would not be enough, or none need to."""
         req = short.req
         level = self._level(req, now_s)
-        prompts = [each for each in self._lives.holding if RULES[each.phase].place in (Place.HANDOFF, Place.COMPUTING)]
         others = [
             each
-            for each in dict.fromkeys((*running.reqs, *prompts))  # both: lost, and handed over again
+            for each in dict.fromkeys((*running.reqs, *self._lives.bringing_kv))  # both: lost, and handed over again
             if each.lease is not None
             and each.sharer != req.sharer
             and (is_first or each.client == req.client)
@@ -102,14 +101,10 @@ class Retraction:
             num_spared=short.num_spared,
             leaving=leaving,
         ):
-            has_row = self._pool.has_room(
-                0, num_cached=0, num_rows=1 + short.num_spared_rows, num_spared=0, leaving=leaving
-            )
             others = [
                 each
                 for each in others
                 if each.lease is not None
-                and (each.lease.num_tokens or not has_row)  # one that wants no output has no slots
                 and shares.gives_way(each.sharer, each.lease.num_tokens, req.sharer, short.num_tokens)
             ]
             if not others:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from common.sampling.params import ResolvedSampling
-from decode_service.messages import Phase, Submit
+from decode_service.messages import Submit
 from decode_service.schedule.handoff_policy import RowNeed
 from decode_service.schedule.request import Request
 from decode_service.schedule.retraction import Retraction
@@ -107,12 +107,12 @@ def test_a_request_that_gives_way_counts_once() -> None:
     """
     submits = [Submit(name, (1,), 1, ResolvedSampling(seed=0, max_tokens=9), client=name) for name in ("greedy", "new")]
     req, new = (Request.of(submit, arrival=number, now_s=0.0) for number, submit in enumerate(submits))
-    req.lease, req.phase = cast(Any, SimpleNamespace(num_tokens=8)), Phase.PREFILL
+    req.lease = cast(Any, SimpleNamespace(num_tokens=8))
     free = SimpleNamespace(gives_way=lambda *_: True, standing=lambda _: 0.0, gives=lambda *_: None)
     retraction = Retraction(
         pool=cast(Any, SimpleNamespace(num_cached=lambda *_, **__: 0, has_room=lambda *_, leaving, **__: leaving[1:])),
         rows=cast(Any, None),
-        lives=cast(Any, SimpleNamespace(holding={req: None})),
+        lives=cast(Any, SimpleNamespace(bringing_kv={req: None})),
         shares=cast(Any, SimpleNamespace(copy=lambda: free)),
         level=lambda *_: 0,
         reclaim_after_s=1.0,
@@ -143,30 +143,6 @@ def test_a_newcomer_is_served_soon(num_greedy: int, sizes: dict[str, int], weigh
         first = contest.submit("newcomer", 3, num_prompt=num_prompt)
         assert contest.seconds_until(first) <= RECLAIM_S + FEW_STEPS_S
         contest.run(1.0)
-    contest.finish()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_running", "num_scored"),
-    [({"max_rows": 4}, 0, 6), ({"max_rows": 8, "max_kv_tokens": 160}, 5, 2)],
-    ids=["rows are short", "slots are short"],
-)
-def test_requests_that_want_no_output_give_way_for_their_rows(
-    sizes: dict[str, int], num_running: int, num_scored: int
-) -> None:
-    """The prefill service takes long for their prompts."""
-    contest = Contest(**sizes)
-    for num_output in (*[LONG] * num_running, *[0] * num_scored):
-        contest.submit("greedy", num_output)
-    contest.scripted.step()
-    for name in [name for name, handoff in contest.scripted.handoffs.items() if not handoff.sampling.max_tokens]:
-        del contest.scripted.handoffs[name]
-    contest.run(2.0)
-    assert contest.seconds_until(contest.submit("newcomer", 3, num_prompt=16)) <= RECLAIM_S + FEW_STEPS_S
-    engine = contest.scripted.engine
-    num_of_scored = sum(req.num_retractions for req in engine.lives.requests.values() if not req.needs_kv)
-    assert engine.load().num_retractions > 0
-    assert num_of_scored == (0 if num_running else 1)
     contest.finish()
 
 
