@@ -170,6 +170,7 @@ class PrefillDispatcher:
         now_s = self._clock()
         for row in lost:
             req = row.req
+            is_first = req.refused_since_s is None
             if not row.is_refusal:
                 req.num_failures += 1
             elif req.refused_since_s is None and self._policy.degraded_from_s == math.inf:
@@ -179,7 +180,9 @@ class PrefillDispatcher:
                 continue
             self.num_row_retries += 1
             req.avoid_replica = row.replica
-            req.not_before_s = now_s + min(row.retry_after_s, self._config.prefill_timeout_s)
+            others = self._replicas.candidates(avoid=row.replica, num_tokens=len(req.token_ids))
+            if not (is_first and any(other.address != row.replica for other in others)):  # else one may have room now
+                req.not_before_s = now_s + min(row.retry_after_s, self._config.prefill_timeout_s)
             self._lives.enter(req, Phase.QUEUE, at_s=now_s, lost=str(row.error))
 
     def collect(self) -> tuple[ReadyRows, ...]:

@@ -320,10 +320,10 @@ class Request:
 class LostRow:
     """A row that its request loses, because its handoff, a chunk that is computed here, or a decode step failed.
 
-    If `is_retryable`, the request is computed anew in another row, `retry_after_s` seconds from now at the earliest.
-    Otherwise it fails with `error`. `replica` is the one that the row was handed to, which the retry avoids; it is
-    empty for a row that was lost here. `is_refusal` means that this replica refused the row because it was full or
-    draining.
+    If `is_retryable`, the request is computed anew in another row: at once if it was not refused before and another
+    replica is ready, else `retry_after_s` seconds from now at the earliest. Otherwise it fails with `error`. `replica`
+    is the one that the row was handed to, which the retry avoids; it is empty for a row that was lost here.
+    `is_refusal` means that this replica refused the row because it was full or draining.
     """
 
     req: Request

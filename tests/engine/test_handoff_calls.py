@@ -63,6 +63,22 @@ def test_time_at_a_replica_does_not_count_as_refused() -> None:
     assert 9.5 <= waited_s <= 10.5, "it fails when it was refused for ten seconds"
 
 
+def test_a_refused_row_goes_to_another_replica_at_once_and_then_waits() -> None:
+    clock = Clock()
+    engine = ScriptedEngine(clock=clock)
+    engine.post(ReplicasChanged((Replica("one", True), Replica("other", True))))
+    engine.submit("a", SHORT, 3)
+    first = places(engine.step())["a"]
+    engine.refuse("a", RowFailure.CAPACITY)  # for 250 ms
+    second = places(engine.step())["a"]
+    assert {first, second} == {"one", "other"}
+    engine.refuse("a", RowFailure.CAPACITY)
+    assert not places(engine.step())
+    clock.now_s += 0.25
+    assert places(engine.step()) == {"a": first}
+    engine.run()
+
+
 SMALL, LARGE = Replica("small", True, max_context_tokens=8), Replica("large", True, 5, max_context_tokens=40)
 LOST = Replica("large", False, error=PrefillUnavailable("large: is not ready"))
 SHORT, LONG = [1, 2, 3], list(range(1, 21))
