@@ -137,7 +137,7 @@ class ResolvedSampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_p == 0.0
 
     @property
     def is_truncated(self) -> bool:

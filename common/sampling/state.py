@@ -188,7 +188,9 @@ FLOAT_OPTIONS = tuple(name for name, option in NUMBER_OPTIONS.items() if option.
 
 
 def _float_params_of(sampling: ResolvedSampling) -> tuple[float, ...]:
-    if 0.0 < sampling.temperature < _COOLEST:
+    if sampling.is_greedy:
+        sampling = replace(sampling, temperature=0.0)
+    elif sampling.temperature < _COOLEST:
         sampling = replace(sampling, temperature=_COOLEST)
     return tuple([getattr(sampling, name) for name in FLOAT_OPTIONS])
 

@@ -67,6 +67,13 @@ def test_greedy_takes_the_most_likely_token(options: dict[str, float]) -> None:
     assert torch.equal(draw(logits, [params(**options)] * 4, [9] * 4).token_ids, logits.argmax(1))
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_p": 0.0}], ids=str)
+def test_greedy_costs_no_draw_and_gets_no_noise(options: dict[str, float]) -> None:
+    request = params(**options)
+    assert SamplingBatch.of([request]).is_greedy
+    assert state_of(RowStart(1, request, 0, (1,), 1)).floats["temperature"][1] == 0.0
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-4, 1e-30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_temperature_near_0_is_as_good_as_greedy(temperature: float, dtype: torch.dtype) -> None:
