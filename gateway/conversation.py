@@ -146,6 +146,15 @@ def without_billing(text: str) -> str:
     return text if found is None else text[found.end() :]
 
 
+def system_message(text: str) -> ChatMessage | None:
+    """Returns a system prompt's message, or None if the prompt has nothing but Claude Code's text for billing.
+
+    An empty prompt stays: with some chat templates it replaces a default one.
+    """
+    rest = without_billing(text)
+    return ChatMessage("system", rest) if rest or not text else None
+
+
 def _part(place: str, part: Any, kinds: Mapping[str, str]) -> str:
     """Returns the text of one content part, such as {"type": "text", "text": "..."}."""
     kind = part.get("type") if isinstance(part, dict) else None

@@ -24,8 +24,8 @@ from gateway.conversation import (
     not_empty,
     refuse_other_fields,
     string,
+    system_message,
     text_of,
-    without_billing,
 )
 from gateway.errors import invalid, none_of, not_served
 from gateway.fields import ChoicesFields, RequestFields, parse_fields
@@ -204,8 +204,9 @@ class ChatChoice:
 
 def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> ChatInput:
     """Returns the prompt of a chat. Raises ApiError, which names the wrong field."""
+    parsed = (_message(f"messages[{i}]", each) for i, each in enumerate(messages))
     return ChatInput(
-        messages=tuple(_message(f"messages[{i}]", each) for i, each in enumerate(messages)),
+        messages=tuple(message for message in parsed if message is not None),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
         options=_template_options(fields),
         variables=fields.chat_template_kwargs or {},
@@ -304,8 +305,11 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
     return fields.max_completion_tokens, "max_completion_tokens"
 
 
-def _message(place: str, message: dict[str, Any]) -> ChatMessage:
-    """Parses one message. Raises ApiError, in which `place` names the message, such as "messages[0]"."""
+def _message(place: str, message: dict[str, Any]) -> ChatMessage | None:
+    """Parses one message. Returns None for a system message that is left out.
+
+    Raises ApiError, in which `place` names the message, such as "messages[0]".
+    """
     role = message.get("role")
     if role is None:
         raise invalid(f"{place}.role", "is required", code="missing_required_parameter")
@@ -332,7 +336,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage:
         reasoning = [string(f"{place}.{name}", message[name]) for name in names if message.get(name) is not None]
         return ChatMessage(role, said, calls, reasoning=reasoning[0] if reasoning else "")
     role, said = _ROLES[role], text_of(f"{place}.content", message.get("content"), _TEXT)
-    return ChatMessage(role, without_billing(said) if role == "system" else said)
+    return system_message(said) if role == "system" else ChatMessage(role, said)
 
 
 def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:

@@ -90,7 +90,8 @@ def _turns(place: str, message: Mapping[str, Any]) -> Iterator[ChatTurn]:
         case "assistant":
             yield _said_by_assistant(place, blocks)
         case _:
-            yield ChatTurn(ChatMessage(role, "".join(without_billing(_text(block)) for block in blocks)), place)
+            if words := "".join(without_billing(_text(block)) for block in blocks):
+                yield ChatTurn(ChatMessage(role, words), place)
 
 
 def _said_by_user(place: str, blocks: Iterable[_Block]) -> Iterator[ChatTurn]:

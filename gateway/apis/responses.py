@@ -27,8 +27,8 @@ from gateway.conversation import (
     params_of,
     refuse_other_fields,
     string,
+    system_message,
     text_of,
-    without_billing,
 )
 from gateway.errors import ApiError, invalid, none_of, not_served
 from gateway.fields import GenerationFields, parse_fields
@@ -259,9 +259,9 @@ def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
 
 
 def _turns(fields: ResponseFields) -> Iterator[ChatTurn]:
-    """Yields the messages of the conversation, one for each item. Raises ApiError, which names the wrong item."""
-    if fields.instructions:
-        yield ChatTurn(ChatMessage("system", without_billing(fields.instructions)), "instructions")
+    """Yields the conversation's messages, at most one for each item. Raises ApiError, which names the wrong item."""
+    if fields.instructions and (message := system_message(fields.instructions)) is not None:
+        yield ChatTurn(message, "instructions")
     if fields.input == "":
         raise invalid("input", "is empty")
     if isinstance(fields.input, str):
@@ -272,16 +272,19 @@ def _turns(fields: ResponseFields) -> Iterator[ChatTurn]:
     if not fields.input:
         raise invalid("input", "is empty")
     for number, item in enumerate(fields.input):
-        yield _turn(f"input[{number}]", item)
+        if (turn := _turn(f"input[{number}]", item)) is not None:
+            yield turn
 
 
-def _turn(place: str, item: Any) -> ChatTurn:
+def _turn(place: str, item: Any) -> ChatTurn | None:
+    """Returns an item's message. Returns None for a system message that is left out."""
     match _kind(place, item):
         case "reasoning":
             return ChatTurn(ChatMessage("assistant", reasoning=_reasoning(place, item)), place)
         case "message":
             role, words = _ROLES[item["role"]], text_of(f"{place}.content", item.get("content"), _PARTS)
-            return ChatTurn(ChatMessage(role, without_billing(words) if role == "system" else words), place)
+            message = system_message(words) if role == "system" else ChatMessage(role, words)
+            return None if message is None else ChatTurn(message, place)
         case "function_call":
             call = ToolCall(
                 id=not_empty(f"{place}.call_id", item.get("call_id")),
@@ -291,7 +294,8 @@ def _turn(place: str, item: Any) -> ChatTurn:
             return ChatTurn(ChatMessage("assistant", tool_calls=(call,)), place, (place,))
     output = text_of(f"{place}.output", item.get("output"), _PARTS)
     call_id = not_empty(f"{place}.call_id", item.get("call_id"))
-    return ChatTurn(ChatMessage("tool", output, tool_call_id=call_id), place)
+    name = "" if item.get("name") is None else string(f"{place}.name", item["name"])
+    return ChatTurn(ChatMessage("tool", output, tool_call_id=call_id, name=name), place)
 
 
 def _kind(place: str, item: Any) -> str:

@@ -125,6 +125,30 @@ def test_it_is_left_out_too_where_a_proxy_sends_it_on(parse: Callable[[bytes], P
     assert prompt.messages == (ChatMessage("system", "Be brief."), ChatMessage("user", USER[0]["content"]))
 
 
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [
+        (parse_message, {"messages": [{"role": "system", "content": [text(BILLED)]}, *USER]}),
+        (parse_chat, {"messages": [{"role": "system", "content": BILLED}, *USER]}),
+        (parse_response, {"input": [{"role": "developer", "content": BILLED}, *USER]}),
+        (parse_response, {"instructions": BILLED, "input": USER}),
+    ],
+    ids=["messages", "chat", "responses", "instructions"],
+)
+def test_a_message_that_is_nothing_else_is_left_out(parse: Callable[[bytes], Plan], body: dict[str, Any]) -> None:
+    needed = {"max_tokens": 8} if parse is parse_message else {}
+    (prompt,) = parse(json.dumps({"model": "demo", **needed, **body}).encode()).prompts
+    assert isinstance(prompt, ChatInput)
+    assert prompt.messages == (ChatMessage("user", USER[0]["content"]),)
+
+
+def test_a_system_message_that_was_sent_empty_stays() -> None:
+    body = {"model": "demo", "messages": [{"role": "system", "content": ""}, *USER]}
+    (prompt,) = parse_chat(json.dumps(body).encode()).prompts
+    assert isinstance(prompt, ChatInput)
+    assert prompt.messages[0] == ChatMessage("system", "")
+
+
 def test_a_conversation_becomes_a_chat() -> None:
     prompt = prompt_of(
         system=[

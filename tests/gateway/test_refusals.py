@@ -450,6 +450,11 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
         ),
         (
             "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c1", "output": "blue", "name": 5}]},
+            "input[0].name: must be a string",
+        ),
+        (
+            "/v1/responses",
             {"input": "hi", "reasoning_effort": "low"},
             "reasoning_effort: is not served, reasoning.effort is",
         ),
