@@ -6,6 +6,7 @@ The processes take seconds to start, so one test does everything that leaves the
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import os
 import signal
@@ -43,7 +44,8 @@ from decode_service.edge.matchers import MatchersHere
 from decode_service.edge.processes import edges as edges_module
 from decode_service.edge.processes.edge_metrics import EdgeMetrics
 from decode_service.edge.processes.edges import EdgeProcesses
-from decode_service.edge.processes.messages import Events
+from decode_service.edge.processes.messages import AnswerTo, EdgeState, Events
+from decode_service.edge.processes.process import EngineElsewhere
 from decode_service.edge.processes.silence import Silence
 from decode_service.edge.replicas import ReplicaBoard
 from decode_service.edge.request_checks import ModelLimits
@@ -508,6 +510,22 @@ async def test_edges_do_not_share_the_port_of_another_service(tmp_path: Path, lo
         with pytest.raises(ConfigError, match="listen: cannot listen on"):
             async with running(directory, log, num=1) as service:
                 await service.edges.start(f"127.0.0.1:{other.getsockname()[1]}")
+
+
+async def test_an_answer_about_the_role_leaves_what_was_told_meanwhile() -> None:
+    link, other = [await Link.on(end) for end in socket.socketpair()]
+    engine, role = FakeEngine(), RoleSwitch((Role.DECODE, Role.PREFILL)).state
+    told = EdgeState(is_ready=True, is_alive=True, role=role, load=engine.load, replicas=())
+    elsewhere = EngineElsewhere(link, told)
+    asking = asyncio.create_task(elsewhere.ask(Role.PREFILL))
+    ask = await other.receive()
+    elsewhere.told = dataclasses.replace(told, is_alive=False)
+    changed = dataclasses.replace(role, changing_to=Role.PREFILL)
+    elsewhere.answered(AnswerTo(ask.number, changed))
+    await asking
+    assert elsewhere.told == dataclasses.replace(told, is_alive=False, role=changed)
+    link.close()
+    other.close()
 
 
 def test_counts_of_an_edge_that_ended_are_kept_beside_those_of_the_next() -> None:

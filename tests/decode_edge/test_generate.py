@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,6 +18,7 @@ from common.telemetry.stats import Timings
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.live_request import Ending, LiveRequest
 from decode_service.edge.text.output import OutputProcessor
+from decode_service.edge.text.prompts import Prompts
 from decode_service.messages import Abort, Failed, Finished, FinishReason, PromptScored, RowTaken, Submit, Tokens
 from tests.decode_edge.edge_under_test import (
     MAX_LIVE,
@@ -531,6 +533,34 @@ async def test_a_tenant_shares_the_service_under_its_own_name_or_what_its_client
     clients, tenants = [each.client for each in submits], [each.tenant for each in submits]
     assert clients == (["tenant a", "tenant b", "loopback"] if tells_tenants_apart else ["loopback"] * 3)
     assert tenants == ([""] * 3 if tells_tenants_apart else ["a", "b", ""])
+
+
+@pytest.mark.parametrize("tells_tenants_apart", [False, True])
+async def test_texts_take_turns_under_the_names_of_their_client_and_tenant(
+    tells_tenants_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers: list[tuple[str, Any]] = []
+
+    def note_caller(name: str) -> None:
+        method = getattr(Prompts, name)
+
+        async def noted(*args: Any, caller: Any, **options: Any) -> Any:
+            callers.append((name, caller))
+            return await method(*args, caller=caller, **options)
+
+        monkeypatch.setattr(Prompts, name, noted)
+
+    for name in ("encode", "spell", "replay"):
+        note_caller(name)
+    async with running_edge([], tells_tenants_apart=tells_tenants_apart) as edge:
+        edge.generate(tenant="a", sampling={"bad_words": ["z"]}, generated_token_ids=[70])
+        await edge.engine.submitted()
+        whose = ("tenant a", "") if tells_tenants_apart else ("loopback", "a")
+        assert callers == [("encode", whose), ("spell", whose), ("replay", whose), ("replay", whose)]
+        callers.clear()
+        await edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="hi", with_pieces=True))
+        await edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[70]))
+    assert callers == [(name, ("loopback", "")) for name in ("encode", "replay", "replay")]
 
 
 async def test_a_full_service_sheds_what_it_would_serve_last(edge: Edge) -> None:

@@ -25,12 +25,14 @@ from common.text.tokenizer import TextTokenizer
 from decode_service.edge.request_checks import MAX_CONTEXTS, ChatPrompt, ModelLimits, TextPrompt
 from decode_service.edge.text.chat_rendering import ChatRendering
 from decode_service.edge.text.prompts import Prompts
+from decode_service.edge.text.text_threads import TextThreads
 from tests.decode_edge.children import children_running
 from tests.decode_edge.edge_under_test import CONTEXT as EDGE_CONTEXT
 from tests.decode_edge.edge_under_test import MAX_LIVE, Edge, error_of, running_edge
 from tests.decode_edge.fake_engine import BOUND_S, until
 from tests.decode_edge.tokenizers_for_tests import CHAT_TEMPLATE, byte_fallback, byte_level
 
+ONE = ("one client", "")
 CONTEXT = 2000
 LIMITS = ModelLimits(vocab_size=300, max_context_tokens=CONTEXT, eos_token_ids=())
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -75,7 +77,7 @@ async def test_a_text_with_more_bytes_than_its_tokens_can_have_is_refused_unseen
             ChatPrompt((ChatMessage("assistant", tool_calls=[ToolCall("f", "é" * (most // 4 + 1))]),) * 2),
         ):
             with pytest.raises(ContextExceeded) as refusal:
-                await prompts.encode(prompt)
+                await prompts.encode(prompt, caller=ONE)
             assert (refusal.value.field, refusal.value.tokens) == ("prompt", {"max_context_tokens": CONTEXT})
     assert not tokenizer.seen
 
@@ -84,7 +86,7 @@ async def test_tokenising_stops_past_the_bound() -> None:
     tokenizer = watched()
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
         with pytest.raises(ContextExceeded, match="more than 8000 tokens do not fit a context of 2000"):
-            await prompts.encode(TextPrompt("a" * 10 * MAX_CONTEXTS * CONTEXT))
+            await prompts.encode(TextPrompt("a" * 10 * MAX_CONTEXTS * CONTEXT), caller=ONE)
     assert tokenizer.seen == [8 * MAX_CONTEXTS * CONTEXT]
 
 
@@ -93,7 +95,7 @@ async def test_a_long_text_of_long_tokens_fits_exactly() -> None:
     token = tokenizer.encode("<tool call>")
     assert len(token) == 1
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
-        assert await prompts.encode(TextPrompt("<tool call>" * CONTEXT)) == token * CONTEXT
+        assert await prompts.encode(TextPrompt("<tool call>" * CONTEXT), caller=ONE) == token * CONTEXT
 
 
 async def test_a_text_that_need_not_fit_has_a_bound_too(edge: Edge) -> None:
@@ -141,18 +143,18 @@ def test_the_longest_token_is_no_shorter_than_any_token_s_text(new_tokenizer: An
 async def test_bytes_that_wait_are_bounded_and_given_back() -> None:
     tokenizer = watched(held=3400)
     async with Prompts(tokenizer=tokenizer, limits=LIMITS, max_waiting_bytes=14_000) as prompts:
-        waiting = [asyncio.create_task(prompts.encode(TextPrompt("a" * 3400))) for _ in range(2)]
+        waiting = [asyncio.create_task(prompts.encode(TextPrompt("a" * 3400), caller=ONE)) for _ in range(2)]
         await until(lambda: bool(tokenizer.seen))
         with pytest.raises(Overloaded, match="wait to be tokenised: there is no room for 3400 bytes more"):
-            await prompts.encode(TextPrompt("a" * 3400))
+            await prompts.encode(TextPrompt("a" * 3400), caller=ONE)
         waiting[1].cancel()  # its client left before its work began
         with pytest.raises(asyncio.CancelledError):
             await waiting[1]
-        waiting[1] = asyncio.create_task(prompts.encode(TextPrompt("a" * 3400)))
+        waiting[1] = asyncio.create_task(prompts.encode(TextPrompt("a" * 3400), caller=ONE))
         tokenizer.go_on.set()
         for task in waiting:
             await within_bound(task)
-        assert len(await prompts.encode(TextPrompt("a" * 7900))) == 7900  # alone, whatever its length
+        assert len(await prompts.encode(TextPrompt("a" * 7900), caller=ONE)) == 7900  # alone, whatever its length
 
 
 async def test_a_client_waits_for_no_other_ones_queue() -> None:
@@ -174,16 +176,53 @@ async def test_a_client_waits_for_no_other_ones_queue() -> None:
     assert tokenizer.seen.index(4300) <= 3, "one is tokenised and one waits for the thread when it comes"
 
 
+async def test_a_client_has_used_only_the_time_in_which_its_texts_were_worked_on() -> None:
+    now_s, may_end, had = 0.0, threading.Semaphore(0), []
+
+    def work(name: str, took_s: float) -> None:
+        nonlocal now_s
+        assert may_end.acquire(timeout=BOUND_S)
+        now_s += took_s
+        had.append(name)
+
+    threads = TextThreads(timeline=None, max_bytes=1 << 20, clock=lambda: now_s)
+    asked = (("slow", 10.0), ("quick", 1.0), *[("quick", 1.0), ("other", 5.0)] * 2, ("quick", 1.0), ("other", 5.0))
+    tasks = []
+    for name, took_s in asked:
+        tasks.append(
+            asyncio.create_task(threads.run("work", partial(work, name, took_s), num_bytes=5000, caller=(name, "")))
+        )
+        await asyncio.sleep(0)
+    for num_done in range(1, 1 + len(tasks)):
+        may_end.release()
+        await until(lambda num_done=num_done: sum(task.done() for task in tasks) == num_done)  # type: ignore[misc]
+    threads.shut_down()
+    assert had == ["slow", "quick", "quick", "other", "other", "quick", "quick", "other"]
+
+
+async def test_texts_that_wait_for_their_turn_at_the_end_are_cancelled() -> None:
+    threads, may_end = TextThreads(timeline=None, max_bytes=1 << 20), threading.Event()
+    tasks = [
+        asyncio.create_task(threads.run("work", partial(may_end.wait, BOUND_S), num_bytes=5000, caller=ONE))
+        for _ in range(4)
+    ]
+    await asyncio.sleep(0)
+    may_end.set()
+    threads.shut_down()
+    *_, third, last = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(third, asyncio.CancelledError) and isinstance(last, asyncio.CancelledError)
+
+
 async def test_bytes_that_wait_in_one_lane_are_none_of_another() -> None:
     tokenizer = watched(held=5000)
     async with Prompts(tokenizer=tokenizer, limits=LIMITS, max_waiting_bytes=5000) as prompts:
-        long = asyncio.create_task(prompts.encode(TextPrompt("a" * 5000)))
+        long = asyncio.create_task(prompts.encode(TextPrompt("a" * 5000), caller=ONE))
         await until(lambda: bool(tokenizer.seen))
         try:
             with pytest.raises(Overloaded) as refusal:
-                await prompts.encode(TextPrompt("a" * 5000))
+                await prompts.encode(TextPrompt("a" * 5000), caller=ONE)
             assert refusal.value.retry_after_s == 1
-            assert await within_bound(prompts.encode(TextPrompt("hi"))) == tokenizer.encode("hi")
+            assert await within_bound(prompts.encode(TextPrompt("hi"), caller=ONE)) == tokenizer.encode("hi")
         finally:
             tokenizer.go_on.set()
         await within_bound(long)
@@ -255,7 +294,7 @@ async def test_the_default_of_several_templates_is_taken_and_the_start_says_what
 ) -> None:
     tokenizer = byte_level(chat_template={"default": EACH, "tool_use": "none"})
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
-        assert await prompts.encode(HI) == tokenizer.encode("hi")
+        assert await prompts.encode(HI, caller=ONE) == tokenizer.encode("hi")
     assert not log
     async with Prompts(tokenizer=byte_level(chat_template="fixed"), limits=LIMITS):
         (line,) = log
@@ -289,16 +328,16 @@ async def test_what_a_conversation_makes_of_a_template_is_its_own_error(harm: st
     tokenizer = harming(harm)
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
         with pytest.raises(InvalidRequest, match=reason) as refusal:
-            await within_bound(prompts.encode(HARM))
+            await within_bound(prompts.encode(HARM, caller=ONE))
         assert refusal.value.field == "chat"
-        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        assert await within_bound(prompts.encode(HI, caller=ONE)) == tokenizer.encode("hi")
 
 
 async def test_what_a_template_says_is_cut_and_escaped() -> None:
     tokenizer = harming("{{ raise_exception('\\x1b[2J\\n{} \\ud800' + 'x' * 10000000) }}")
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
         with pytest.raises(InvalidRequest, match=r"refuses it: \\x1b\[2J\\n\{\} \\ud800x") as refusal:
-            await within_bound(prompts.encode(HARM))
+            await within_bound(prompts.encode(HARM, caller=ONE))
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 600
 
 
@@ -341,18 +380,21 @@ async def test_a_template_that_does_not_end_is_stopped_while_others_are_rendered
         "{% if messages | length > 1 %}{{ (messages | length + 5) ** (7 ** 10) }}{% else %}" + nested + "{% endif %}"
     )
     async with Prompts(tokenizer=tokenizer, limits=LIMITS, render_cpu_s=0.5) as prompts:
-        await asyncio.gather(*(within_bound(prompts.encode(HI)) for _ in range(2)))  # now there are two processes
+        await asyncio.gather(
+            *(within_bound(prompts.encode(HI, caller=ONE)) for _ in range(2))
+        )  # now there are two processes
         harmed = [
-            asyncio.create_task(prompts.encode(prompt)) for prompt in (HARM, ChatPrompt(HI.messages + HARM.messages))
+            asyncio.create_task(prompts.encode(prompt, caller=ONE))
+            for prompt in (HARM, ChatPrompt(HI.messages + HARM.messages))
         ]
         stopped = await stop_renderers(2, is_rendering)
-        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        assert await within_bound(prompts.encode(HI, caller=ONE)) == tokenizer.encode("hi")
         assert not any(task.done() for task in harmed)
         go_on(stopped)
         for task in harmed:
             with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s of the processor"):
                 await within_bound(task)
-        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        assert await within_bound(prompts.encode(HI, caller=ONE)) == tokenizer.encode("hi")
 
 
 async def test_a_text_that_a_template_makes_too_long_does_not_fit_the_context() -> None:
@@ -360,7 +402,7 @@ async def test_a_text_that_a_template_makes_too_long_does_not_fit_the_context() 
     source = EACH + "{% if messages[-1].content == 'harm' %}" + endless + "{% endif %}"
     async with Prompts(tokenizer=byte_level(chat_template=source), limits=LIMITS) as prompts:
         with pytest.raises(ContextExceeded):
-            await within_bound(prompts.encode(ChatPrompt((ChatMessage("user", "harm"),))))
+            await within_bound(prompts.encode(ChatPrompt((ChatMessage("user", "harm"),)), caller=ONE))
 
 
 async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end() -> None:
@@ -369,7 +411,7 @@ async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end
         (killed,) = rendering_pids()
         os.kill(killed, signal.SIGKILL)
         await until(lambda: not rendering_pids())
-        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        assert await within_bound(prompts.encode(HI, caller=ONE)) == tokenizer.encode("hi")
         (other,) = rendering_pids()
         assert other != killed
     assert not rendering_pids()
@@ -401,33 +443,48 @@ async def test_a_chat_that_waits_for_a_process_goes_with_its_client_and_one_that
     async with Prompts(
         tokenizer=harming(NESTED), limits=LIMITS, max_waiting_bytes=max_bytes, render_cpu_s=0.25
     ) as prompts:
-        tasks = [asyncio.create_task(prompts.encode(HARM)) for _ in range(NUM_PLACES + 2)]
+        tasks = [asyncio.create_task(prompts.encode(HARM, caller=ONE)) for _ in range(NUM_PLACES + 2)]
         await until(lambda: len(renderings()) == NUM_PLACES)
         stopped = await stop_renderers(NUM_PLACES)
         with pytest.raises(Overloaded, match="prompts wait to be rendered"):
-            await prompts.encode(HARM)
+            await prompts.encode(HARM, caller=ONE)
         await cancelled(tasks[NUM_PLACES:])
-        others = [asyncio.create_task(prompts.encode(HARM)) for _ in range(2)]
+        others = [asyncio.create_task(prompts.encode(HARM, caller=ONE)) for _ in range(2)]
         await cancelled(tasks[:NUM_PLACES])
         assert len(renderings()) == NUM_PLACES
         with pytest.raises(Overloaded):
-            await prompts.encode(HARM)
+            await prompts.encode(HARM, caller=ONE)
         await cancelled(others)
         go_on(stopped)
         await asyncio.wait(renderings(), timeout=8 * BOUND_S)
         assert not renderings()
-        assert await within_bound(prompts.encode(HI))
+        assert await within_bound(prompts.encode(HI, caller=ONE))
 
 
 async def test_a_short_chat_waits_for_no_longer_ones() -> None:
     tokenizer = harming(NESTED)
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
-        harmed = [asyncio.create_task(prompts.encode(LONG_HARM)) for _ in range(12)]
+        harmed = [asyncio.create_task(prompts.encode(LONG_HARM, caller=ONE)) for _ in range(12)]
         stopped = await stop_renderers(NUM_LONGER_PLACES)
-        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        assert await within_bound(prompts.encode(HI, caller=ONE)) == tokenizer.encode("hi")
         assert not any(task.done() for task in harmed)
         go_on(stopped)
         await cancelled(harmed)
+
+
+async def test_a_client_s_chat_waits_for_no_other_ones_queue() -> None:
+    had: list[str] = []
+    async with Prompts(tokenizer=harming(""), limits=LIMITS) as prompts:
+        (stopped,) = rendering_pids()
+        os.kill(stopped, signal.SIGSTOP)
+        tasks = []
+        for name in (*["greedy"] * 6, "other"):
+            tasks.append(asyncio.create_task(prompts.encode(LONG_HARM, caller=(name, ""))))
+            tasks[-1].add_done_callback(lambda _, name=name: had.append(name))
+        await asyncio.sleep(0)
+        go_on([stopped])
+        await asyncio.gather(*tasks)
+    assert had.index("other") <= NUM_LONGER_PLACES + 1, "it waits for those only that are rendered when it comes"
 
 
 async def test_chats_are_served_once_there_is_a_process_for_the_template(
@@ -440,10 +497,10 @@ async def test_chats_are_served_once_there_is_a_process_for_the_template(
         try:
             assert [line["event"] for line in log] == ["chat_not_probed"]
             with pytest.raises(Overloaded, match="no process can be started") as refusal:
-                await prompts.encode(HI)
+                await prompts.encode(HI, caller=ONE)
             assert refusal.value.retry_after_s == 1
             without_processes.undo()
-            assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+            assert await within_bound(prompts.encode(HI, caller=ONE)) == tokenizer.encode("hi")
         finally:
             await prompts.__aexit__()
 
@@ -457,7 +514,7 @@ async def test_a_template_that_is_first_probed_by_a_chat_refuses_for_good(
     try:
         for _ in range(2):
             with pytest.raises(InvalidRequest, match="leaves out what a user says"):
-                await within_bound(prompts.encode(HI))
+                await within_bound(prompts.encode(HI, caller=ONE))
         assert [line["event"] for line in log] == ["chat_not_probed", "chat_refused"]
     finally:
         await prompts.__aexit__()
@@ -466,7 +523,7 @@ async def test_a_template_that_is_first_probed_by_a_chat_refuses_for_good(
 async def test_a_chat_whose_process_is_killed_over_it_may_come_again() -> None:
     tokenizer = harming(NESTED)
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
-        harmed = asyncio.create_task(prompts.encode(HARM))
+        harmed = asyncio.create_task(prompts.encode(HARM, caller=ONE))
         killed: set[int] = set()
         while not harmed.done():
             await asyncio.wait({harmed}, timeout=0.05)
@@ -477,7 +534,7 @@ async def test_a_chat_whose_process_is_killed_over_it_may_come_again() -> None:
         with pytest.raises(Overloaded, match="its process ended"):
             await harmed
         assert len(killed) >= 2
-        assert await within_bound(prompts.encode(HI)) == tokenizer.encode("hi")
+        assert await within_bound(prompts.encode(HI, caller=ONE)) == tokenizer.encode("hi")
 
 
 async def test_a_machine_that_gives_a_process_no_time_refuses_no_chat() -> None:
@@ -485,7 +542,7 @@ async def test_a_machine_that_gives_a_process_no_time_refuses_no_chat() -> None:
     async with Prompts(tokenizer=tokenizer, limits=LIMITS, render_cpu_s=0.1) as prompts:
         (pid,) = rendering_pids()
         os.kill(pid, signal.SIGSTOP)
-        slow = asyncio.create_task(prompts.encode(HI))
+        slow = asyncio.create_task(prompts.encode(HI, caller=ONE))
         assert not (await asyncio.wait({slow}, timeout=0.3))[0]
         os.kill(pid, signal.SIGCONT)
         assert await within_bound(slow) == tokenizer.encode("hi")
@@ -510,9 +567,9 @@ async def test_processes_that_nothing_is_asked_of_end_but_for_two() -> None:
     chats = ChatRendering(tokenizer.chat_template, max_chars=CONTEXT, spare_s=0.3)
     await chats.open()
     try:
-        await asyncio.gather(*(chats.render(HI.messages, num_bytes=2) for _ in range(NUM_PLACES)))
+        await asyncio.gather(*(chats.render(HI.messages, num_bytes=2, caller=ONE) for _ in range(NUM_PLACES)))
         assert len(rendering_pids()) > 2
         await until(lambda: len(rendering_pids()) == 2)
-        assert await chats.render(HI.messages, num_bytes=2) == "hi"
+        assert await chats.render(HI.messages, num_bytes=2, caller=ONE) == "hi"
     finally:
         await chats.close()

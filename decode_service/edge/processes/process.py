@@ -73,7 +73,7 @@ PROGRAM = "decode_service"
 _log = structlog.get_logger(__name__)
 
 
-class _EngineElsewhere(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline):
+class EngineElsewhere(EnginePort[Command], ReplicaStates, Roles, Matchers, OtherTimeline):
     """Stands for the engine's process: knows its last state, and asks it questions."""
 
     def __init__(self, link: Link, told: EdgeState) -> None:
@@ -101,7 +101,8 @@ class _EngineElsewhere(EnginePort[Command], ReplicaStates, Roles, Matchers, Othe
         return self.told.role
 
     async def ask(self, role: Role) -> None:
-        self.told = dataclasses.replace(self.told, role=await self._answer_to(ChangeRole(role)))
+        state = await self._answer_to(ChangeRole(role))
+        self.told = dataclasses.replace(self.told, role=state)
 
     async def of(self, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str, tenant: str) -> Matcher:
         return cast(Matcher, await self._answer_to(MakeMatcher(sampling, tuple(output_ids), client, tenant)))
@@ -143,7 +144,7 @@ class _RunningEdge:
         self,
         link: Link,
         *,
-        engine: _EngineElsewhere,
+        engine: EngineElsewhere,
         opened: OpenedEdge,
         registry: CollectorRegistry,
         stall_timeout_s: float,
@@ -248,7 +249,7 @@ async def _serve(end: socket.socket) -> None:
 async def _run(link: Link, plan: EdgePlan, tracer: Tracer) -> None:
     told = await link.receive()
     assert isinstance(told, EdgeState)
-    engine, registry = _EngineElsewhere(link, told), CollectorRegistry()
+    engine, registry = EngineElsewhere(link, told), CollectorRegistry()
     async with opened_edge(
         plan,
         engine=engine,

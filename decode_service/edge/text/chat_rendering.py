@@ -17,7 +17,7 @@ from common.text import chat_template_process as protocol
 from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, chat_to_json
 from common.text.chat_template import ChatRefused, TextTooLong
 from common.text.turns import Caller
-from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, NOBODY, TextLane
+from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, TextLane
 
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms
 _TIMEOUT_S = 60.0  # clock time: passes only if the machine is overloaded or stops the process
@@ -99,7 +99,7 @@ class ChatRendering:
         options: TemplateOptions = NO_OPTIONS,
         *,
         num_bytes: int,
-        caller: Caller = NOBODY,
+        caller: Caller,
     ) -> str:
         """Renders a conversation. `num_bytes` is the size of its contents and options.
 
@@ -115,7 +115,7 @@ class ChatRendering:
         rendering = asyncio.create_task(self._render(messages, options), name="render_chat")
         self._renderings.add(rendering)
         rendering.add_done_callback(self._renderings.discard)
-        rendering.add_done_callback(lambda _: over())
+        rendering.add_done_callback(lambda _: over(None))
         result = await asyncio.shield(rendering)
         if isinstance(result, Exception):
             raise result

@@ -21,7 +21,7 @@ from decode_service.edge.request_checks import (
     TokenIdsPrompt,
 )
 from decode_service.edge.text.chat_rendering import RENDER_CPU_S, ChatRendering
-from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, NOBODY, TextThreads
+from decode_service.edge.text.text_threads import MAX_WAITING_BYTES, TextThreads
 
 T = TypeVar("T")
 
@@ -59,16 +59,14 @@ class Prompts:
         await self._chats.close()
         self._threads.shut_down()
 
-    async def replay(self, work: Callable[[], T], *, num_tokens: int, caller: Caller = NOBODY) -> T:
+    async def replay(self, work: Callable[[], T], *, num_tokens: int, caller: Caller) -> T:
         """Runs `work`, which goes through `num_tokens` tokens, on one of the TextThreads and returns its result.
 
         Raises Overloaded if too much text waits there.
         """
         return await self._threads.replay(work, num_tokens=num_tokens, caller=caller)
 
-    async def encode(
-        self, prompt: Prompt, *, adds_special_tokens: bool | None = None, caller: Caller = NOBODY
-    ) -> Sequence[int]:
+    async def encode(self, prompt: Prompt, *, adds_special_tokens: bool | None = None, caller: Caller) -> Sequence[int]:
         """Returns the prompt's token ids. Raises InvalidRequest, ContextExceeded or Overloaded.
 
         A text may exceed the model's context, so that errors can tell its length; with more than MAX_CONTEXTS times the
@@ -86,7 +84,7 @@ class Prompts:
                 adds = bool(adds_special_tokens)
                 return await self._tokenize("encode_chat", text, adds_special_tokens=adds, caller=caller)
 
-    async def spell(self, texts: Sequence[str], *, caller: Caller = NOBODY) -> tuple[tuple[int, ...], ...]:
+    async def spell(self, texts: Sequence[str], *, caller: Caller) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences that spell any of `texts`. Raises Overloaded."""
         num_bytes = SPELLINGS_PER_BAD_WORD * sum(len(text.encode(errors="replace")) for text in texts)
         return await self._threads.run("spell", partial(self._spell, texts), num_bytes=num_bytes, caller=caller)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -17,7 +18,6 @@ T = TypeVar("T")
 LANES = ((4 << 10, TOKENIZE), (64 << 10, f"{TOKENIZE}-long"), (None, f"{TOKENIZE}-longest"))
 """The lanes: the largest number of bytes of a text (None: no limit), and the name of the lane's thread."""
 MAX_WAITING_BYTES = 64 << 20
-NOBODY: Caller = ("", "")
 _PLACES = (8, 2, 2)
 """How many texts of each lane its thread may have at a time: more than one, so that it does not wait for the event
 loop, and few, because others wait for them.
@@ -32,13 +32,16 @@ class TextLane:
     `max_bytes` wait or are processed, half of them of one client. Use it on one event loop.
     """
 
-    def __init__(self, num_places: int, max_bytes: int, *, purpose: str) -> None:
-        self._turns = Turns(num_places)
+    def __init__(
+        self, num_places: int, max_bytes: int, *, purpose: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._turns = Turns(num_places, clock=clock)
         self._bytes = FairBytes(max_bytes)
         self._purpose = purpose
 
-    async def begin(self, caller: Caller, num_bytes: int) -> Callable[[], None]:
-        """Waits for the turn of a text of `num_bytes`. Returns a function to be called when the text is processed.
+    async def begin(self, caller: Caller, num_bytes: int) -> Callable[[float | None], None]:
+        """Waits for the turn of a text of `num_bytes`. Returns a function to be called when the text is processed, with
+        the time when that began, or None if it began with the turn.
 
         Raises Overloaded if there is no room for so many bytes.
         """
@@ -49,13 +52,13 @@ class TextLane:
             message = f"prompts wait to be {self._purpose}: there is no room for {num_bytes} bytes more"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
         try:
-            began_s = await self._turns.take(caller)
+            turn_began_s = await self._turns.take(caller)
         except BaseException:
             self._bytes.give_back(client, num_taken)
             raise
 
-        def over() -> None:
-            self._turns.give_back(caller, began_s)
+        def over(began_s: float | None) -> None:
+            self._turns.give_back(caller, turn_began_s if began_s is None else began_s)
             self._bytes.give_back(client, num_taken)
 
         return over
@@ -66,24 +69,28 @@ class TextThreads:
     and there clients take turns. In each lane at most `max_bytes` of text wait or are processed.
     """
 
-    def __init__(self, *, timeline: Timeline | None, max_bytes: int) -> None:
+    def __init__(
+        self, *, timeline: Timeline | None, max_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         timeline = timeline or Timeline()
+        self._clock = clock
+        self._is_shut_down = False
         self._lanes = [
             (
                 largest,
                 ThreadPoolExecutor(1, thread_name_prefix=name),
                 timeline.track(name),
-                TextLane(num_places, max_bytes, purpose="tokenised"),
+                TextLane(num_places, max_bytes, purpose="tokenised", clock=clock),
             )
             for (largest, name), num_places in zip(LANES, _PLACES, strict=True)
         ]
 
-    async def run(self, name: str, work: Callable[[], T], *, num_bytes: int, caller: Caller = NOBODY) -> T:
+    async def run(self, name: str, work: Callable[[], T], *, num_bytes: int, caller: Caller) -> T:
         """Runs `work` in the lane for texts of `num_bytes`. Returns its result, or raises its error.
 
         Raises Overloaded if too much text waits in the lane. `name` is the name of the work's span on the timeline. If
         the caller is cancelled, work that has not begun is dropped. Work that has begun goes on, and its bytes count
-        until it ends.
+        until it ends. Work that has not begun at `shut_down` ends with CancelledError.
         """
         executor, track, lane = next(
             (executor, track, lane)
@@ -91,7 +98,11 @@ class TextThreads:
             if largest is None or num_bytes <= largest
         )
 
+        began_s: float | None = None
+
         def recorded() -> T:
+            nonlocal began_s
+            began_s = self._clock()
             with track.span(name):
                 return work()
 
@@ -99,17 +110,19 @@ class TextThreads:
         try:
             future: Future[T] = executor.submit(recorded)
         except RuntimeError:  # the service stops, or the system has no more threads
-            over()
+            over(None)
+            if self._is_shut_down:
+                raise asyncio.CancelledError from None
             raise
         result = asyncio.wrap_future(future)
-        result.add_done_callback(lambda _: over())
+        result.add_done_callback(lambda _: over(self._clock() if began_s is None else began_s))
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
             future.cancel()  # unless it has begun
             raise
 
-    async def replay(self, work: Callable[[], T], *, num_tokens: int, caller: Caller = NOBODY) -> T:
+    async def replay(self, work: Callable[[], T], *, num_tokens: int, caller: Caller) -> T:
         """Runs `work`, which goes through `num_tokens` tokens of output, and returns its result.
 
         Raises Overloaded if too much text waits.
@@ -118,5 +131,6 @@ class TextThreads:
 
     def shut_down(self) -> None:
         """Drops work that has not begun, and waits until the work that has begun is done."""
+        self._is_shut_down = True
         for _, executor, *_ in self._lanes:
             executor.shutdown(cancel_futures=True)
