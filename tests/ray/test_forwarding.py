@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
@@ -14,24 +14,22 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from baton_ray.forwarding import Forwarder
+from tests.support.stream_server import Serve, StreamServer
 
 BOUND_S = 60.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: a\r\ntransfer-encoding: chunked\r\n\r\n"
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
 
 @asynccontextmanager
 async def forwarder_to(serve: Serve) -> AsyncIterator[Forwarder]:
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    forwarder = Forwarder(f"{host}:{port}")
+    server = StreamServer(serve)
+    forwarder = Forwarder(server.address)
     try:
         async with asyncio.timeout(BOUND_S):
             yield forwarder
     finally:
         await forwarder.close()
-        server.close()
+        await server.close()
 
 
 def answering(answer: bytes, heads: list[bytes] | None = None) -> Serve:

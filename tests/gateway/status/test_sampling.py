@@ -17,6 +17,7 @@ from common.telemetry.metrics import EngineMetrics
 from gateway.status.figures import Increase, parse_exposition
 from gateway.status.watched import MAX_BYTES, Address, ScrapeFailed, Scraper, TargetAddresses
 from tests.gateway.status.scene import IDLE, LOAD, Clock, Decode, ExposedDecode, ExposedPrefill, Names, numeric, sampler
+from tests.support.stream_server import StreamServer
 
 NUM_POOL_THREADS = 32
 """The most threads in an event loop's own thread pool."""
@@ -234,24 +235,18 @@ async def test_decode_services_say_whom_they_reach() -> None:
 
 @asynccontextmanager
 async def answering(answer: bytes, *, ends: bool = True) -> AsyncIterator[str]:
-    handlers: list[asyncio.Task[None]] = []
-
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        handlers.append(task)
         with suppress(ConnectionError):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(answer)
             if not ends:
                 await reader.read()  # until the other side leaves
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
 
-    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        await asyncio.gather(*handlers)
+    server = StreamServer(handle)
+    try:
+        yield server.address
+    finally:
+        await server.close()
 
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n"
