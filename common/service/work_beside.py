@@ -45,6 +45,7 @@ class WorkBeside:
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
+        self._starts = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @property
@@ -52,10 +53,15 @@ class WorkBeside:
         return self._thread is not None
 
     def start(self, *works: Work) -> None:
-        """Starts the thread, which runs `works` one after the other. Call it once."""
+        """Starts the thread, which runs `works` one after the other, unless `stop` was called. Any thread may call it,
+        once.
+        """
         assert self._thread is None, "is started once"
-        self._thread = threading.Thread(target=self._run, args=works, name="work-beside", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=works, name="work-beside", daemon=True)
+        with self._starts:
+            if not self._stopping.is_set():
+                thread.start()
+                self._thread = thread
 
     def stop(self, timeout_s: float) -> bool:
         """Asks the thread to stop, and waits. Returns False if it did not end within `timeout_s`.
@@ -63,10 +69,12 @@ class WorkBeside:
         The thread stops when its work next calls its Check, which then raises Stopped.
         """
         self._stopping.set()
-        if self._thread is None:
+        with self._starts:
+            thread = self._thread
+        if thread is None:
             return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        thread.join(timeout_s)
+        return not thread.is_alive()
 
     def _run(self, *works: Work) -> None:
         set_own_num_threads(1)

@@ -54,6 +54,38 @@ def test_one_that_was_never_started_is_stopped_at_once() -> None:
     assert WorkBeside().stop(0.0)
 
 
+def test_one_that_is_started_after_it_was_stopped_begins_nothing() -> None:
+    """This case occurs when a service ends while another thread starts its work."""
+    beside, later = WorkBeside(), list[str]()
+    assert beside.stop(0.0)
+    beside.start(lambda check: later.append("begun"))
+    assert beside.stop(BOUND_S) and not beside.has_started and later == []
+
+
+def test_one_that_is_stopped_while_it_starts_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, may_start, stopped = threading.Event(), threading.Event(), list[bool]()
+    started = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "work-beside":
+            starts.set()
+            may_start.wait(BOUND_S)
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    beside = WorkBeside()
+    starting = threading.Thread(target=beside.start, args=(lambda check: None,))
+    starting.start()
+    assert starts.wait(BOUND_S)
+    stopping = threading.Thread(target=lambda: stopped.append(beside.stop(BOUND_S)))
+    stopping.start()
+    stopping.join(0.1)  # it may not end before the thread has started
+    may_start.set()
+    for thread in (starting, stopping):
+        thread.join(BOUND_S)
+    assert stopped == [True]
+
+
 def test_one_that_does_not_end_is_told_and_nothing_begins_after_it() -> None:
     has_begun, may_end, beside, later = threading.Event(), threading.Event(), WorkBeside(), list[str]()
 
