@@ -170,10 +170,10 @@ class PrefillDispatcher:
         now_s = self._clock()
         for row in lost:
             req = row.req
-            is_first = req.refused_since_s is None
+            was_refused = req.refused_since_s is not None
             if not row.is_refusal:
                 req.num_failures += 1
-            elif req.refused_since_s is None and self._policy.degraded_from_s == math.inf:
+            elif not was_refused and self._policy.degraded_from_s == math.inf:
                 req.refused_since_s = now_s
             if self._policy.is_given_up(row, now_s):
                 self._fail(req, row.error)
@@ -181,7 +181,7 @@ class PrefillDispatcher:
             self.num_row_retries += 1
             req.avoid_replica = row.replica
             others = self._replicas.candidates(avoid=row.replica, num_tokens=len(req.token_ids))
-            if not (is_first and any(other.address != row.replica for other in others)):  # else one may have room now
+            if was_refused or all(other.address == row.replica for other in others):  # else another may have room now
                 req.not_before_s = now_s + min(row.retry_after_s, self._config.prefill_timeout_s)
             self._lives.enter(req, Phase.QUEUE, at_s=now_s, lost=str(row.error))
 
