@@ -373,9 +373,9 @@ async def test_a_handoff_to_a_process_that_is_a_decode_service_by_now_is_tried_e
     tiny_model_dir: Callable[[str], Path],
 ) -> None:
     async with pair_here(tiny_model_dir("llama")) as pair, grpc.aio.insecure_channel(pair.decode.address) as channel:
-        call = channel.stream_stream("/baton.v1.Prefill/Handoff")
+        call = channel.stream_stream("/baton.v1.Prefill/Handoff")()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call(iter([b""])).read()
+            await call.read()  # nothing is written: a write after the refusal would end the call as INTERNAL
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert isinstance(error_of_status("replica", refused.value), PrefillUnavailable)
 
