@@ -69,11 +69,11 @@ PROMPT_TOKENS = 64
 CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 256
 NUM_VARIANTS = 61  # different preset results of forwards, used in turn
-STEPS_A_TURN = 8
-"""The edge runs once in this many steps.
+STEPS_A_TURN = 2
+"""The edge runs once in this many steps, before the engine is so far ahead that it waits for the edge.
 
-If it ran after each, it would evict the engine's data from the core's caches. A service's edge, which runs on another
-core, does not do so.
+If it ran after each, it would evict the engine's data from the core's caches still more often. A service's edge, which
+runs on another core, does not do so.
 """
 _REPLICA = "replica"
 _NAMESPACE = ""
@@ -278,6 +278,7 @@ class ScheduleRig:
     ) -> None:
         self.watch = Stopwatch()
         self.num_tokens = 0
+        self._num_steps = 0
         self._num_rows = num_rows
         self._output_tokens = output_tokens
         self._num_cached_tokens = num_cached_tokens
@@ -364,9 +365,9 @@ class ScheduleRig:
     def step(self) -> None:
         """Runs one engine step, and the edge if it is due, and replaces the requests that ended."""
         commands, self._port.posted = self._port.posted, []
-        num_due = len(self._loop.due)
         self._iterate(commands)
-        if len(self._loop.due) in (num_due, STEPS_A_TURN):  # nothing new is due, or enough steps have passed
+        self._num_steps += 1
+        if self._num_steps % STEPS_A_TURN == 0:
             self._turn_edge()
         for request_id in [id for id, live in self._readers.items() if live.ending is not None]:
             live = self._readers.pop(request_id)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.machine import CoreSpeed
-from benchmarks.schedule_rig import ScheduleRig
+from benchmarks.schedule_rig import STEPS_A_TURN, ScheduleRig
 from benchmarks.schedule_side import CHAIN, Cost, judged
 from benchmarks.tree_costs import BOUND_US, TreeCost, tree_table
 from decode_service.speculate.spec_info import NO_DRAFTS, SpecInfo
@@ -43,6 +43,7 @@ def test_rows_that_are_replaced_share_and_evict_what_is_cached(spec_info: SpecIn
     rig.start()
     for _ in range(30):
         rig.step()
+    assert len(rig.watch.seconds["edge"]) * STEPS_A_TURN == 30
     prefixes, slots = rig.load().prefixes, rig.load().slots
     rig.close()
     assert prefixes.num_found > 0 and prefixes.num_evicted > 0
