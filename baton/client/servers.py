@@ -109,6 +109,10 @@ _FOLLOWS_HEALTH = json.dumps(
 )
 _NEVER_IDLE_MS = 2**31 - 1
 _LOOK_UP_ARG = "grpc.dns_min_time_between_resolutions_ms"
+_NO_RETRIES = ("grpc.enable_retries", 0)
+"""With gRPC's own retries a blocking call for a stream, if its connection closes as it begins, may never end: neither
+its deadline nor a cancellation ends it (seen with grpcio 1.76 to 1.85, once in 50 such calls).
+"""
 
 
 @dataclass(slots=True)
@@ -336,15 +340,17 @@ class Servers(ABC):
         self, server: Server, failure: grpc.RpcError, avoided: set[Server], errors: dict[Server, BatonError]
     ) -> None:
         """Notes that a small call at the server has failed. Returns if the call may succeed at another one that is
-        ready, and adds the error to `errors`, those of the call so far. Else it raises the error, of several refusals
-        the one that named the earliest time, and in place of DEADLINE_EXCEEDED an earlier error of the same server.
+        ready, or at the same one because only its connection was lost, and adds the error to `errors`, those of the
+        call so far. Else it raises the error, of several refusals the one that named the earliest time, and in place of
+        DEADLINE_EXCEEDED an earlier error of the same server.
         """
         error = error_from_rpc(failure)
         self.note_failed(server, error)
         is_full = error.reason == QUEUE_FULL
         if is_full or isinstance(error, Unavailable):
+            may_repeat = server not in errors and not error.reason  # the connection was lost, maybe as the call began
             errors[server] = error
-            if self.avoid(server, avoided):
+            if self.avoid(server, avoided) or may_repeat:
                 return
         if is_full:
             error = min(errors.values(), key=_told_s)
@@ -506,8 +512,8 @@ class BlockingServers(Servers):
 
     def _open_channel(self, target: str) -> grpc.Channel:
         if self._credentials is None:
-            return grpc.insecure_channel(target, self._options)
-        return grpc.secure_channel(target, self._credentials, self._options)
+            return grpc.insecure_channel(target, [*self._options, _NO_RETRIES])
+        return grpc.secure_channel(target, self._credentials, [*self._options, _NO_RETRIES])
 
     def _close_channel(self, server: Server) -> None:
         def close() -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import grpc
@@ -300,15 +300,14 @@ async def test_a_server_that_fails_at_once_attracts_nothing(
     """
     client = open_client(addresses(scripted))
     await until_all_are_used(client)
-    scripted[0].inference.script = [broken_by]
-    num_failed, began_s = 0, time.monotonic()
+    failing = scripted[0].inference
+    failing.script, failing.requests = [broken_by], queue.Queue()
+    began_s = time.monotonic()
     for number in range(4 * NUM_SERVERS):
         for _ in range(4):
-            try:
+            with suppress(errors.ResourceExhausted):
                 await served_by(client, *conversation(number))
-            except (errors.Unavailable, errors.ResourceExhausted):
-                num_failed += 1
-    assert 1 <= num_failed <= 1 + (time.monotonic() - began_s) / FAILED_FOR_S
+    assert 1 <= failing.requests.qsize() <= 1 + (time.monotonic() - began_s) / FAILED_FOR_S
     for server in scripted:
         server.inference.script = [broken_by]
     for _ in range(2 * NUM_SERVERS):
@@ -523,6 +522,45 @@ async def test_a_small_call_that_a_server_refuses_goes_to_another(
     scripted[2].inference.refusals = itertools.repeat(refusal)
     with pytest.raises((errors.Unavailable, errors.ResourceExhausted)):
         await client.call("tokenize", "Hi")
+
+
+async def test_a_call_whose_connection_is_lost_as_it_begins_is_made_once_more(
+    scripted: list[ScriptedServer], open_client: OpenClient
+) -> None:
+    """At the same server if there is no other, and without `resume` too. What a server itself says is no such loss."""
+    inference = scripted[0].inference
+    client = open_client(scripted[0].address)
+    draining = failure(code_pb2.UNAVAILABLE, "stopped", reason="DRAINING")
+    for failures, is_served in [([LOST], True), ([LOST, LOST], False), ([draining], False)]:
+        inference.refusals = iter(failures)
+        inference.scripts.extend([each] for each in failures)
+        with nullcontext() if is_served else pytest.raises(errors.Unavailable):
+            assert (await client.call("tokenize", "Hi")).token_ids == (1,)
+        with nullcontext() if is_served else pytest.raises(errors.Unavailable):
+            assert (await client.complete("Hi")).request_id == scripted[0].address
+        assert not inference.scripts and next(inference.refusals, None) is None
+    inference.scripts.append([started(), LOST])
+    with pytest.raises(errors.Unavailable):
+        await client.complete("Hi")
+    assert not inference.scripts
+
+
+def test_a_call_that_begins_while_its_connection_closes_ends() -> None:
+    """With gRPC's own retries one of some fifty such calls of a blocking client never ends."""
+
+    def call(client: Client) -> None:
+        with suppress(errors.Unavailable):
+            client.health()
+
+    for _ in range(200):
+        server = ScriptedServer()
+        with Client(server.address, rpc_timeout_s=5.0) as client:
+            client.health()
+            server.stop()
+            calling = threading.Thread(target=call, args=(client,), daemon=True)
+            calling.start()
+            calling.join(BOUND_S)
+            assert not calling.is_alive()
 
 
 async def test_a_small_call_that_all_servers_refuse_ends_with_the_earliest_time_that_one_named(
