@@ -90,12 +90,11 @@ and never reports its health.
 ASK_STATE_S = 0.02
 """How often an asyncio client asks for the state of the channels while calls wait for a ready server."""
 
-FIRST_STATE_TIMEOUT_S = 1.0
-"""How long closing a blocking client waits at most until gRPC has reported the state of a new channel, which takes a
-millisecond.
+STATE_THREADS_TIMEOUT_S = 10.0
+"""How long closing a blocking client waits at most for gRPC's threads that report the states of channels. They notice
+within 0.2 s that nobody listens any more, and later on a busy machine.
 """
-STATE_THREAD_S = 0.25
-"""A little more than the 0.2 s in which gRPC's thread notices that nobody listens to the channel's state any more."""
+_STATE_THREADS_LOOK_S = 0.01
 
 _READY, _IDLE, _CONNECTING = (
     grpc.ChannelConnectivity.READY,
@@ -183,7 +182,6 @@ class Server:
         # For BlockingServers, which are told the channel's state.
         self.state = _IDLE
         self.became_idle = False
-        self.is_told = threading.Event()
         self.on_state: Callable[[grpc.ChannelConnectivity], None] | None = None
 
 
@@ -528,8 +526,6 @@ class BlockingServers(Servers):
 
         def on_state(state: grpc.ChannelConnectivity) -> None:
             there, changed = servers(), followed()
-            if changed is not None:
-                changed.is_told.set()
             if there is not None and changed is not None:
                 with there._changed:
                     changed.became_idle = state is _IDLE and changed.state is not _IDLE
@@ -663,14 +659,19 @@ def _stop_following(servers: Sequence[Server]) -> None:
     """Unsubscribes from the servers' channel states, so that the channels can be closed.
 
     It waits until gRPC's threads that report the states have ended, because they fail if they ask a closed channel.
-    They cannot be joined, so it sleeps.
+    They cannot be joined, and only gRPC's own record says which of them run.
     """
     followed = [server for server in servers if server.on_state is not None]
     for server in followed:
-        server.is_told.wait(FIRST_STATE_TIMEOUT_S)  # to ask for the state is the thread's first act
         server.channel.unsubscribe(server.on_state)
-    if followed:
-        time.sleep(STATE_THREAD_S)
+    give_up_s = time.monotonic() + STATE_THREADS_TIMEOUT_S
+    while any(_is_polled(server.channel) for server in followed) and time.monotonic() < give_up_s:
+        time.sleep(_STATE_THREADS_LOOK_S)
+
+
+def _is_polled(channel: Any) -> bool:
+    """Returns whether a thread of gRPC asks for the state of a blocking channel."""
+    return bool(getattr(getattr(channel, "_connectivity_state", None), "polling", False))
 
 
 def _ask_to_connect(channel: grpc.Channel) -> None:

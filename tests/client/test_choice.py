@@ -806,6 +806,34 @@ async def test_a_call_counts_as_open_until_it_ends_or_its_stream_is_left(
         await until_open(0)
 
 
+def test_closing_waits_for_the_threads_of_grpc_that_tell_states(
+    scripted: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine such a thread comes late to ask the channel, which must not be closed by then."""
+    poll: Any = grpc._channel._poll_connectivity
+    raised, over = list[ValueError](), threading.Event()
+
+    class LatelyAsked:
+        def __init__(self, channel: Any) -> None:
+            self._channel = channel
+            self.check_connectivity_state = channel.check_connectivity_state
+
+        def watch_connectivity_state(self, *arguments: Any) -> Any:
+            threading.Event().wait(0.5)
+            return self._channel.watch_connectivity_state(*arguments)
+
+    def poll_late(state: Any, channel: Any, connects: bool) -> None:
+        try:
+            poll(state, LatelyAsked(channel), connects)
+        except ValueError as error:
+            raised.append(error)
+        over.set()
+
+    monkeypatch.setattr("grpc._channel._poll_connectivity", poll_late)
+    BlockingServers(addresses(scripted)).close()
+    assert over.wait(BOUND_S) and raised == []
+
+
 def test_a_client_that_nobody_closed_is_freed(scripted: list[ScriptedServer]) -> None:
     servers = BlockingServers(addresses(scripted))
     give_back(servers, take(servers))
