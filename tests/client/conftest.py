@@ -6,8 +6,16 @@ from typing import Any
 import pytest
 
 from baton import AsyncClient, Client
+from baton.client import asynchronous, blocking, generation
 from tests.client.either_client import EitherClient
 from tests.client.scripted_inference import ScriptedServer
+
+
+@pytest.fixture(autouse=True)
+def servers_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small call may take ten seconds in all, so nine still let it wait for the head of an answer first."""
+    for module in (asynchronous, blocking, generation):
+        monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 9.0)
 
 
 @pytest.fixture

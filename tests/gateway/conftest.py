@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton import Client
+from baton.client import asynchronous, generation
 from baton.local_pair import LocalPair
 from tests.client.scripted_inference import ScriptedServer
 from tests.gateway.callers import Caller
@@ -14,6 +15,12 @@ from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import running_pair
 
 START_BOUND_S = 100.0
+
+
+@pytest.fixture(autouse=True)
+def decode_services_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (asynchronous, generation):
+        monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", START_BOUND_S)
 
 
 @pytest.fixture(scope="session")
