@@ -44,6 +44,7 @@ from decode_service.edge.processes import edges as edges_module
 from decode_service.handoff.grpc_call import error_of_status
 from prefill_service import main as prefill_main
 from tests.support.free_ports import free_address
+from tests.support.running_pair import wait_until
 from tests.support.services_here import BOUND_S, pair_here, until
 
 PREFILL, DECODE = PrefillSettings(), DecodeSettings()
@@ -538,6 +539,7 @@ def test_forwards_are_fused_once_for_the_largest_of_both_roles(
         turn.leave_role()
         turn.device.close(5.0)
         assert populated == ["once"]
+    wait_until(lambda: begun == [700])  # on a thread of its own, which `close` would keep from beginning
     runtime.close()
     assert begun == [700]
 

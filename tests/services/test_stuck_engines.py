@@ -28,7 +28,7 @@ from common.service import life
 from common.service.watchdog import Watchdog
 from decode_service.schedule.scheduler import DecodeEngine
 from prefill_service.schedule.scheduler import PrefillEngine
-from tests.support.services_here import BOUND_S, ServiceHere, pair_here
+from tests.support.services_here import BOUND_S, ServiceHere, pair_here, until
 
 PATIENT_S = 600.0
 """A stall time-out in seconds that no test reaches. By default a stall ends the service before health reports it."""
@@ -198,7 +198,7 @@ async def test_a_prefill_engine_that_died_ends_its_calls_and_the_service(
     entered: set[str] = set()
     monkeypatch.setattr(CpuDevice, "enter_thread", lambda device: entered.add(threading.current_thread().name))
     async with stuck_pair(tiny_model_dir) as (prefill, decode):
-        assert entered == {"prefill-engine", "decode-engine"}
+        await until(lambda: entered == {"prefill-engine", "decode-engine"})
 
         monkeypatch.setattr(PrefillEngine, "step", raise_cursed)
 
