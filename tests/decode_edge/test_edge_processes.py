@@ -347,6 +347,7 @@ async def test_several_edges_are_one_service(tmp_path: Path, log: list[dict[str,
 async def test_an_edge_that_is_behind_or_whose_clients_leave(
     tmp_path: Path, log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(edges_module, "LONGEST_SILENCE_S", BOUND_S)  # it is stopped for long on a busy machine
     async with running(save_tiny_model(tmp_path / "m", "llama"), log, num=1) as service:
         await what_it_does_not_take_is_merged(service, monkeypatch)
         await requests_that_have_had_rows_keep_their_places(service)
@@ -357,30 +358,32 @@ async def test_an_edge_that_is_behind_or_whose_clients_leave(
 
 async def what_it_does_not_take_is_merged(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """While an edge is stopped, thousands of steps cost little memory, and afterwards its client gets every token."""
-    sent: list[Events] = []
+    num_messages, num_sent, num_steps = 0, 0, 0
     send = Link.send
 
     def noting(link: Link, message: object) -> None:
+        nonlocal num_messages, num_sent
         if isinstance(message, Events):
-            sent.append(message)
+            num_messages += 1
+            num_sent += sum(len(event.token_ids) for event in message.events if isinstance(event, Tokens))
         send(link, message)
 
-    num_steps = 20_000
     with monkeypatch.context() as patched:
         patched.setattr(Link, "send", noting)
         call = service.generate(request_id="r")
         submit = await service.submitted("r")
         (pid,) = edge_pids()
         os.kill(pid, signal.SIGSTOP)
-        for step in range(num_steps):
-            service.router.deliver([Tokens((submit.request_id,), (1,), (70 + step % 10,))])
+        while num_steps < 1_000 or num_sent > num_steps // 3:  # no longer, because gRPC misses a process that is silent
+            assert num_steps < 100_000, "nothing is merged"
+            service.router.deliver([Tokens((submit.request_id,), (1,), (70 + num_steps % 10,))])
+            num_steps += 1
             await asyncio.sleep(0)
-        num_sent = sum(len(event.token_ids) for events in sent for event in events.events if isinstance(event, Tokens))
-        assert 0 < num_sent < num_steps // 2
+        assert num_sent > 0
         os.kill(pid, signal.SIGCONT)
         service.end(submit, num_steps)
         assert ids_in(await events_of(call)) == [70 + step % 10 for step in range(num_steps)]
-        assert len(sent) < num_steps // 2
+        assert num_messages < num_steps // 2
 
 
 async def requests_that_have_had_rows_keep_their_places(service: Running) -> None:
