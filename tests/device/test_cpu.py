@@ -124,10 +124,10 @@ def test_a_stream_that_waits_for_another_can_be_given_up(device: CpuDevice, gate
     hold(forward, gate)
     copy.wait(forward.record())
     event = copy.record()
+    copy_thread = [thread for thread in threading.enumerate() if thread.name == "stream-copy"][-1]
     with pytest.raises(DeviceTimeout):
         copy.close(SOON_S)
     assert isinstance(event.error, StreamClosed)
-    copy_thread = [thread for thread in threading.enumerate() if thread.name == "stream-copy"][-1]
     copy_thread.join(BOUND_S / 2)
     assert not copy_thread.is_alive()
 
