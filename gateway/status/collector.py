@@ -182,7 +182,7 @@ class Sampler:
 INTERVAL_S = 2.0
 _WINDOW_S = 60.0
 _IDLE_TIMEOUT_S = 30.0
-_TIMEOUT_S = 1.0  # of each look-up and each answer
+TIMEOUT_S = 1.0  # of each look-up and each answer
 FIRST_ROUND_S = 0.5
 """How long the first viewer waits for figures at most. A round takes milliseconds, unless a service does not answer."""
 
@@ -278,7 +278,7 @@ class StatusCollector:
             look_up=self._look_up,
             interval_s=INTERVAL_S,
             window_s=_WINDOW_S,
-            timeout_s=_TIMEOUT_S,
+            timeout_s=TIMEOUT_S,
             clock=self._clock,
         )
 

@@ -8,6 +8,7 @@ import pytest
 from baton import Client
 from baton.client import asynchronous, generation
 from baton.local_pair import LocalPair
+from gateway.status import collector
 from tests.client.scripted_inference import ScriptedServer
 from tests.gateway.callers import Caller
 from tests.gateway.gateway_here import GatewayHere, gateway_here
@@ -18,9 +19,10 @@ START_BOUND_S = 100.0
 
 
 @pytest.fixture(autouse=True)
-def decode_services_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def services_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (asynchronous, generation):
         monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", START_BOUND_S)
+    monkeypatch.setattr(collector, "TIMEOUT_S", START_BOUND_S)
 
 
 @pytest.fixture(scope="session")

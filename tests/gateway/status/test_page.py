@@ -29,6 +29,7 @@ async def viewer() -> AsyncIterator[httpx2.AsyncClient]:
             decode_targets=["10.0.0.1:50051"],
             open_client=lambda address: Decode(),
             look_up=numeric,
+            first_round_s=60.0,
         )
         transport = httpx2.ASGITransport(app=Starlette(routes=status_routes(collector, lambda: GATEWAY)))
         async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
