@@ -49,7 +49,7 @@ _BODIES: Mapping[str, type[RequestFields]] = {
     "/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
 }
-_HEALTH_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 2.0
 
 
 def build_app(
@@ -232,10 +232,10 @@ class _GatewayHealth:
         if self._open_requests.is_draining:
             return "the gateway is stopping"
         try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 status = await self._client.health(READY_SERVICE["decode"])
         except TimeoutError:
-            return f"the decode service did not answer within {_HEALTH_TIMEOUT_S:g} s"
+            return f"the decode service did not answer within {HEALTH_TIMEOUT_S:g} s"
         except BatonError as error:
             return f"the decode service cannot be reached: {error}"
         return None if status is HealthStatus.SERVING else "the decode service is not ready"

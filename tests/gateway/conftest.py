@@ -8,6 +8,7 @@ import pytest
 from baton import Client
 from baton.client import asynchronous, generation
 from baton.local_pair import LocalPair
+from gateway import app
 from gateway.status import collector
 from tests.client.scripted_inference import ScriptedServer
 from tests.gateway.callers import Caller
@@ -22,6 +23,7 @@ START_BOUND_S = 100.0
 def services_may_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (asynchronous, generation):
         monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", START_BOUND_S)
+    monkeypatch.setattr(app, "HEALTH_TIMEOUT_S", START_BOUND_S)
     monkeypatch.setattr(collector, "TIMEOUT_S", START_BOUND_S)
 
 
@@ -60,7 +62,7 @@ def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]
 @pytest.fixture(scope="session")
 def gateway(loop: LoopThread, pair: Client) -> Iterator[GatewayHere]:
     """A gateway in front of the real pair, which serves its model as "tiny"."""
-    with gateway_here(loop, pair.address, served_model_name="tiny") as here:
+    with gateway_here(loop, pair.address, served_model_name="tiny", admission_timeout_s=START_BOUND_S) as here:
         yield here
 
 
@@ -74,7 +76,7 @@ def scripted() -> Iterator[ScriptedServer]:
 @pytest.fixture
 def edge(loop: LoopThread, scripted: ScriptedServer) -> Iterator[GatewayHere]:
     """A gateway in front of a decode service whose answers the test writes. Its model is "demo"."""
-    with gateway_here(loop, scripted.address) as here:
+    with gateway_here(loop, scripted.address, admission_timeout_s=START_BOUND_S) as here:
         yield here
 
 
