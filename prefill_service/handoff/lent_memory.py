@@ -115,13 +115,15 @@ class NixlLender:
     Baton's receivers only read; the library cannot prevent others from writing.
     """
 
-    def __init__(self, file: int, *, restart_s: float = 0.5) -> None:
+    def __init__(self, file: int, *, restart_s: float = 0.5, timeout_s: float = _TIMEOUT_S) -> None:
         """Creates a lender whose process is not started yet.
 
         `file` is the descriptor of the file that holds the pool's memory; keep it open while this object exists.
-        `restart_s` is the first wait before a restart, in seconds.
+        `restart_s` is the first wait before a restart, in seconds. The process's start, and each of its answers, may
+        take `timeout_s`.
         """
         self._file = file
+        self._timeout_s = timeout_s
         self._backoff = Backoff(first_s=restart_s, max_doublings=_MAX_DOUBLINGS)
         self._process: TransferProcess | None = None
         self._following: asyncio.Task[None] | None = None
@@ -135,7 +137,7 @@ class NixlLender:
 
     async def open(self) -> None:
         """Starts the process. Raises NixlError if it does not start."""
-        self._process = await TransferProcess.started(self._file, timeout_s=_TIMEOUT_S)
+        self._process = await TransferProcess.started(self._file, timeout_s=self._timeout_s)
         self._backoff.succeeded()
 
     def follow(self, is_serving: Callable[[], bool]) -> None:

@@ -192,7 +192,7 @@ class NixlPeers:
     def __init__(self, groups: Sequence[LayerGroupSpec]) -> None:
         self.loop = LoopThread()
         self.lent = LentSegments(groups, num_slots=4096, directory=None)
-        self.lender = NixlLender(self.lent.pool.file, restart_s=0.01)
+        self.lender = NixlLender(self.lent.pool.file, restart_s=0.01, timeout_s=BOUND_S)
         self.loop.run(self.lender.open())
         self.loop.call_soon(lambda: self.lender.follow(lambda: True))
 
