@@ -167,6 +167,11 @@ def lost_edges(log: list[dict[str, Any]]) -> list[tuple[int, str]]:
     return [(line["pid"], line["how"]) for line in log if line["event"] == "edge_lost"]
 
 
+@pytest.fixture(autouse=True)
+def edges_may_start_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edges_module, "START_TIMEOUT_S", 10 * BOUND_S)
+
+
 @asynccontextmanager
 async def running(
     directory: Path, log: list[Any], *, num: int = NUM_EDGES, stall_timeout_s: float = BOUND_S, **settings: Any
