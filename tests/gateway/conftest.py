@@ -62,7 +62,7 @@ def pair(tiny_model_dir: Callable[[str], Path], forked: Callable[..., LocalPair]
 @pytest.fixture(scope="session")
 def gateway(loop: LoopThread, pair: Client) -> Iterator[GatewayHere]:
     """A gateway in front of the real pair, which serves its model as "tiny"."""
-    with gateway_here(loop, pair.address, served_model_name="tiny", admission_timeout_s=START_BOUND_S) as here:
+    with gateway_here(loop, pair.address, served_model_name="tiny") as here:
         yield here
 
 
@@ -76,7 +76,7 @@ def scripted() -> Iterator[ScriptedServer]:
 @pytest.fixture
 def edge(loop: LoopThread, scripted: ScriptedServer) -> Iterator[GatewayHere]:
     """A gateway in front of a decode service whose answers the test writes. Its model is "demo"."""
-    with gateway_here(loop, scripted.address, admission_timeout_s=START_BOUND_S) as here:
+    with gateway_here(loop, scripted.address) as here:
         yield here
 
 

@@ -155,8 +155,10 @@ def gateway_here(
     tracer: Tracer = NO_TRACER,
     **settings: Any,
 ) -> Iterator[GatewayHere]:
-    """Runs a gateway. `limits` overrides some of the limits that follow from `settings`."""
-    made = GatewaySettings(listen="127.0.0.1:0", decode=decode, **settings)
+    """Runs a gateway, which gives decode services much time. `limits` overrides some of the limits that follow from
+    `settings`.
+    """
+    made = GatewaySettings(listen="127.0.0.1:0", decode=decode, **{"admission_timeout_s": BOUND_S, **settings})
 
     async def start() -> tuple[GatewayServer, int]:
         bounds = HttpLimits.of(made)

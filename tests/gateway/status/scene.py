@@ -125,7 +125,7 @@ def sampler(
     *,
     look_up: LookUp = numeric,
     open_client: Callable[[Address], Decode] = lambda address: Decode(),
-    timeout_s: float = 5.0,
+    timeout_s: float = 60.0,
 ) -> Sampler:
     return Sampler(
         metrics_targets=metrics,

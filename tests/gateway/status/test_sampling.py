@@ -267,7 +267,7 @@ OK = b"HTTP/1.1 200 OK\r\n\r\n"
     ],
 )
 async def test_what_is_not_metrics_is_refused_with_the_reason(answer: bytes, reason: str) -> None:
-    async with answering(answer) as address, aclosing(Scraper(timeout_s=5)) as scraper:
+    async with answering(answer) as address, aclosing(Scraper(timeout_s=BOUND_S)) as scraper:
         with pytest.raises(ScrapeFailed, match=reason):
             await scraper.scrape(address)
 
@@ -280,7 +280,7 @@ async def test_a_target_that_never_ends_its_answer_is_left() -> None:
 
 async def test_an_endpoint_of_somebody_else_is_no_service() -> None:
     with MetricsServer("127.0.0.1:0", CollectorRegistry()) as server:
-        async with aclosing(Scraper(timeout_s=5)) as scraper:
+        async with aclosing(Scraper(timeout_s=BOUND_S)) as scraper:
             with pytest.raises(ScrapeFailed, match="no metric begins"):
                 await scraper.scrape(f"127.0.0.1:{server.port}")
 
@@ -291,8 +291,8 @@ async def test_an_endpoint_that_wants_a_token_is_shown_it() -> None:
     with MetricsServer("127.0.0.1:0", registry, tokens=("some-long-token",)) as server:
         address = f"127.0.0.1:{server.port}"
         async with (
-            aclosing(Scraper(timeout_s=5)) as stranger,
-            aclosing(Scraper(timeout_s=5, token="some-long-token")) as known,
+            aclosing(Scraper(timeout_s=BOUND_S)) as stranger,
+            aclosing(Scraper(timeout_s=BOUND_S, token="some-long-token")) as known,
         ):
             with pytest.raises(ScrapeFailed, match="answered 401"):
                 await stranger.scrape(address)
