@@ -298,7 +298,7 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
         given = _Numbers.model_validate(numbers).model_dump(exclude_unset=True)
         return kind.model_validate({**asked, **({"numbers": given} if takes_numbers else {})})
     except ValidationError as error:
-        raise _api_error(error) from None
+        raise _api_error(error, values) from None
 
 
 def _json_of(body: bytes) -> Any:
@@ -406,7 +406,8 @@ def _path(place: Sequence[int | str]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:129]
 
 
-def _api_error(error: ValidationError) -> ApiError:
+def _api_error(error: ValidationError, values: Mapping[str, Any]) -> ApiError:
+    """Returns the first error as one that names the field. `values` are the request's fields as they were sent."""
     first = error.errors(include_url=False)[0]
     param = _path(first["loc"])
     match first["type"]:
@@ -423,8 +424,18 @@ def _api_error(error: ValidationError) -> ApiError:
             message = message[:1].lower() + message[1:]
             is_text = isinstance(first["input"], str)  # which might be a prompt, except where a few words are allowed
             if message.startswith("input should be") and (not is_text or first["type"] == "literal_error"):
-                message += f", not {value}" if (value := shown(first["input"])) else ""
+                message += f", not {value}" if (value := shown(_sent(first["input"], first["loc"], values))) else ""
     return invalid(param, message)
+
+
+def _sent(value: Any, place: Sequence[int | str], values: Any) -> Any:
+    """Returns the validated `value` at a place as it was sent in `values`: 16.0 is validated as 16."""
+    for part in place:
+        try:
+            values = values[part]
+        except (LookupError, TypeError):
+            return value
+    return values if _is_same(values, value) else value
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -116,6 +116,20 @@ def test_a_whole_number_may_have_a_point() -> None:
         completion(max_tokens=16.5)
 
 
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"stop": 16.0}, "stop"),
+        ({"n": 0.0}, "n"),
+        ({"ignore_eos": 1.0}, "ignore_eos"),
+        ({"response_format": {"type": 16.0}}, "response_format.type"),
+    ],
+)
+def test_a_wrong_number_is_shown_as_it_was_sent(fields: dict[str, Any], place: str) -> None:
+    with pytest.raises(ApiError, match=rf"^{place}: .*, not [0-9]+\.0$"):
+        completion(**fields)
+
+
 def test_special_tokens_are_added_to_prompts_and_not_to_chats() -> None:
     plain = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
     assert parse_chat(to_json({**plain, "add_special_tokens": False})) == parse_chat(to_json(plain))
