@@ -173,8 +173,8 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
     """Converts a BatonError into an HTTP error.
 
     `params` maps a field's name in the gRPC request to its name in the HTTP request, where the two differ. The name of
-    a list or entry also covers everything in it that has no own name. A name may go on with a place that the message
-    begins with.
+    a list or entry also covers everything in it that has no own name. With a dot at its end, it covers what is in an
+    entry and has the same name in both. A name may go on with a place that the message begins with.
     """
     message = str(error)
     match error.code:
@@ -184,7 +184,9 @@ def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:
                 return ApiError(400, message)
             whole, is_list, _ = field.partition("[")
             entry = f"{field.partition(']')[0]}]" if is_list else field
-            named = params.get(field) or params.get(entry) or params.get(whole)
+            moved = params.get(f"{entry}.")
+            named = params.get(field) or (moved and f"{moved}{field.removeprefix(entry)}")
+            named = named or params.get(entry) or params.get(whole)
             param = named or field.removeprefix("sampling.").removeprefix("chat.")
             message = message.removeprefix(f"{field}: ")
             place, _, why = message.partition(": ")

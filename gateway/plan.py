@@ -49,6 +49,8 @@ class ChatInput:
     """The variables that the chat template gets besides the messages."""
     wishes: tuple[ReasoningWish, ...] = ()
     """What the request says about reasoning. Wishes that the model cannot heed are left out."""
+    places: tuple[str, ...] = ()
+    """Each message's place in the request, such as "messages[1]", if it is not the message's place here."""
 
     def served_by(self, card: ModelCard, ignored: list[str]) -> ChatInput:
         """Returns the prompt for this model. Adds the fields that mean nothing to it to `ignored`. Raises ApiError if

@@ -204,9 +204,11 @@ class ChatChoice:
 
 def chat_prompt(messages: Sequence[dict[str, Any]], fields: TemplateFields) -> ChatInput:
     """Returns the prompt of a chat. Raises ApiError, which names the wrong field."""
-    parsed = (_message(f"messages[{i}]", each) for i, each in enumerate(messages))
+    parsed = ((f"messages[{i}]", _message(f"messages[{i}]", each)) for i, each in enumerate(messages))
+    kept = [(place, message) for place, message in parsed if message is not None]
     return ChatInput(
-        messages=tuple(message for message in parsed if message is not None),
+        messages=tuple(message for _, message in kept),
+        places=tuple(place for place, _ in kept) if len(kept) < len(messages) else (),
         tools=parse_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls),
         options=_template_options(fields),
         variables=fields.chat_template_kwargs or {},
@@ -219,6 +221,7 @@ def chat_params(prompt: ChatInput) -> dict[str, str]:
     return {
         **prompt.params_of_wishes,
         **{f"chat.tools[{i}].parameters": f"tools[{i}].function.parameters" for i in range(prompt.num_tools)},
+        **{f"chat.messages[{i}].": place for i, place in enumerate(prompt.places)},
         "prompt": "messages",
         "chat": "messages",
     }

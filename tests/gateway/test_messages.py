@@ -11,6 +11,7 @@ import pytest
 from google.rpc import code_pb2
 
 from baton import ChatMessage, Client, Tool, ToolChoice
+from baton.errors import InvalidArgument
 from baton.v1.inference_pb2 import (
     FINISH_REASON_EOS,
     FINISH_REASON_LENGTH,
@@ -25,7 +26,7 @@ from gateway.apis.messages import MESSAGES as API
 from gateway.apis.messages import parse_message
 from gateway.apis.responses import parse_response
 from gateway.conversation import MAX_MESSAGES, MAX_TOOL_CALLS
-from gateway.errors import ApiError
+from gateway.errors import ApiError, api_error_of
 from gateway.plan import ChatInput, Plan
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, failure, finished, started
 from tests.gateway.answers import answered, joined, message_of
@@ -140,6 +141,23 @@ def test_a_message_that_is_nothing_else_is_left_out(parse: Callable[[bytes], Pla
     (prompt,) = parse(json.dumps({"model": "demo", **needed, **body}).encode()).prompts
     assert isinstance(prompt, ChatInput)
     assert prompt.messages == (ChatMessage("user", USER[0]["content"]),)
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("chat.messages[0]", "messages[0]"),
+        ("chat.messages[1]", "messages[2]"),
+        ("chat.messages[1].tool_calls[0].id", "messages[2].tool_calls[0].id"),
+        ("chat.messages[2].tool_call_id", "messages[3].tool_call_id"),
+    ],
+)
+def test_an_error_about_a_message_of_a_chat_after_one_that_is_left_out_names_the_one_that_was_sent(
+    field: str, param: str
+) -> None:
+    messages = [*USER, {"role": "system", "content": BILLED}, *USER, *USER]
+    params = parse_chat(json.dumps({"model": "demo", "messages": messages}).encode()).params
+    assert api_error_of(InvalidArgument("is odd", metadata={"field": field}), params).param == param
 
 
 def test_a_system_message_that_was_sent_empty_stays() -> None:
