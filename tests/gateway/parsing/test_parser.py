@@ -220,6 +220,21 @@ def test_what_is_left_of_a_malformed_call(text: str, said: Said) -> None:
     assert parsed(HERMES, [text]) == parsed(HERMES, text) == said
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "commentary to=functions.look_up <|constrain|>json",
+        "commentary to=functions.look_up <|constrain|> json",
+        "commentary to=functions.look_up code",
+        "analysis to=functions.look_up code",
+        "commentary to=look_up",
+    ],
+)
+def test_a_message_to_a_function_is_a_call_whatever_kind_of_content_its_header_names(header: str) -> None:
+    text = f'<|channel|>{header}<|message|>{{"days": 2}}<|call|>'
+    assert parsed(HARMONY, [text]) == parsed(HARMONY, text) == Said(calls=(("look_up", '{"days": 2}'),))
+
+
 _ZIP = {"type": "string", "pattern": "^[0-9]{5}$"}
 _STRING, _INTEGER, _NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 
