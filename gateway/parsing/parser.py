@@ -428,9 +428,12 @@ def _as_json(written: str, parameters: References, key: str) -> str:
     If it allows neither, the value of an allowed type counts. If both fit equally, the text counts where a keyword is
     about strings only, such as `pattern`; else too, unless the JSON is null or the schema does not restrict the
     argument. Branches that say nothing of the argument do not count.
+
+    True, False and None, which Qwen3-Coder's own template writes, are JSON only where the text is not allowed.
     """
+    word = _PYTHONS_WORDS.get(written.strip())
     try:
-        value = json.loads(written, parse_constant=_refuse)
+        value = json.loads(word or written, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(written, ensure_ascii=False)
     is_text = is_value = False
@@ -442,8 +445,8 @@ def _as_json(written: str, parameters: References, key: str) -> str:
             break
     else:
         allows_all = all(allowed(schema, each) for each in _ANY_VALUES)
-        is_text = is_text and value is not None and not allows_all
-    return json.dumps(written, ensure_ascii=False) if is_text else written.strip()
+        is_text = word is not None or (is_text and value is not None and not allows_all)
+    return json.dumps(written, ensure_ascii=False) if is_text else word or written.strip()
 
 
 def _is_object(text: str) -> bool:
@@ -456,6 +459,7 @@ def _is_object(text: str) -> bool:
     return isinstance(value, dict)
 
 
+_PYTHONS_WORDS = {"True": "true", "False": "false", "None": "null"}
 _ANY_VALUES: tuple[Any, ...] = ("", 0, True, [], {})
 _IS_OF_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),

@@ -283,6 +283,13 @@ _STRING, _INTEGER, _NULL = {"type": "string"}, {"type": "integer"}, {"type": "nu
         ({"format": "double"}, "1.5", "1.5"),
         ({"items": _STRING, "maxLength": 3}, "[1]", "[1]"),
         ({"type": "boolean"}, "true", "true"),
+        ({"type": "boolean"}, "True", "true"),
+        ({"anyOf": [{"type": "boolean"}, _NULL]}, "None", "null"),
+        ({"enum": [False, 1]}, "False", "false"),
+        ({"type": ["boolean", "string"]}, "True", '"True"'),
+        ({"type": ["string", "null"]}, "None", '"None"'),
+        (_INTEGER, "True", '"True"'),
+        ({}, "True", '"True"'),
         ({"type": "array", "items": _STRING}, '["1"]', '["1"]'),
         ({"type": "object"}, '{"a": "1"}', '{"a": "1"}'),
         (
