@@ -246,9 +246,7 @@ class OutputParser:
             elif key in _ARGUMENTS_KEYS and arguments is None:
                 arguments = ""
                 if name is None:
-                    parts: list[str] = []
-                    yield from cursor.json_object(parts.append)
-                    arguments = "".join(parts)
+                    arguments = yield from self._whole_arguments()
                 else:
                     yield from self._read_arguments(name)
             elif key in _IGNORED_KEYS:
@@ -303,17 +301,27 @@ class OutputParser:
 
     def _read_arguments(self, name: str) -> Reading[None]:
         """Reads a call's arguments and passes them on, in pieces or whole. Then holds what follows them."""
-        if self._only_whole_calls:
-            parts: list[str] = []
-            yield from self._cursor.json_object(parts.append)
-            self._call(name, "".join(parts))
+        begin = yield from self._cursor.peek()
+        if self._only_whole_calls or begin == '"':
+            self._call(name, (yield from self._whole_arguments()))
             return
-        if (yield from self._cursor.peek()) != "{":
+        if begin != "{":
             raise Mismatch
         self._call(name, "")
         self._cursor.release()
         yield from self._cursor.json_object(self._add_arguments)
         self._cursor.hold()
+
+    def _whole_arguments(self) -> Reading[str]:
+        """Reads an object of JSON, or a string of JSON with an object, as Granite 4 writes it. Returns the object."""
+        if (yield from self._cursor.peek()) == '"':
+            text = yield from self._cursor.json_string()
+            if not _is_object(text):
+                raise Mismatch
+            return text
+        parts: list[str] = []
+        yield from self._cursor.json_object(parts.append)
+        return "".join(parts)
 
     def _declared(self, name: str) -> str:
         """Returns the name of a function. Raises Mismatch if no such function is declared."""

@@ -221,6 +221,24 @@ def test_what_is_left_of_a_malformed_call(text: str, said: Said) -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, r'<tool_call>{"name": "look_up", "arguments": "{\n\"city\": \"\\u00e9\"}"}</tool_call>'),
+        (HERMES, r'<tool_call>{"arguments": "{\n\"city\": \"\\u00e9\"}", "name": "look_up"}</tool_call>'),
+        (LLAMA3, r'{"name": "look_up", "parameters": "{\n\"city\": \"\\u00e9\"}"}'),
+    ],
+)
+@pytest.mark.parametrize("only_whole_calls", [False, True])
+def test_arguments_may_be_the_text_of_an_object(form: OutputFormat, text: str, only_whole_calls: bool) -> None:
+    said = Said(calls=(("look_up", '{\n"city": "\\u00e9"}'),))
+    for pieces in ([text], text):
+        assert parsed(form, pieces, only_whole_calls=only_whole_calls) == said
+    for other in ("Rome", "[1]"):
+        text = f'<tool_call>{{"name": "look_up", "arguments": "{other}"}}</tool_call>'
+        assert parsed(HERMES, [text], only_whole_calls=only_whole_calls) == Said(content=text)
+
+
+@pytest.mark.parametrize(
     "header",
     [
         "commentary to=functions.look_up <|constrain|>json",
