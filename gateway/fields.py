@@ -5,6 +5,7 @@ A field that is null counts as absent. The decode service checks ranges, and its
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -305,6 +306,7 @@ def _json_of(body: bytes) -> Any:
     """Parses JSON. Half of a surrogate pair becomes U+FFFD: agents that cut a tool's answer within an emoji send it, in
     each later request of the conversation too. Raises ValueError.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)  # some clients on Windows send it
     try:
         return jiter.from_json(body, catch_duplicate_keys=True)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from typing import Any
@@ -216,6 +217,13 @@ def test_a_number_that_json_lacks_is_refused_by_its_place(number: str, more: str
 def test_half_of_a_surrogate_pair_is_read_as_no_known_character(written: str, read: str) -> None:
     """JavaScript writes it where it cuts a text in two."""
     assert completion(prompt=read) == parse_completion(f'{{"model": "demo", "prompt": "{written}"}}'.encode())
+
+
+def test_a_body_may_begin_with_a_byte_order_mark_and_no_more() -> None:
+    body = to_json({"model": "demo", "prompt": "x"})
+    assert parse_completion(codecs.BOM_UTF8 + body) == completion()
+    with pytest.raises(ApiError, match=r"^the body is not JSON: "):
+        parse_completion(2 * codecs.BOM_UTF8 + body)
 
 
 def test_a_prompt_may_speak_of_such_numbers() -> None:
