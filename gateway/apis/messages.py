@@ -237,6 +237,8 @@ def conversation_prompt(fields: ConversationFields) -> tuple[ChatInput, dict[str
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         raise ApiError(400, "thread: is not served", param="thread", details=details)  # clients go on without it
     messages, params = chat_of(fields.system, fields.messages)
+    if not messages:
+        raise invalid("messages", "there is nothing to answer, only empty messages of the system")
     last = messages[-1]
     if last.role == "assistant" and not (last.content.strip() or last.tool_calls):
         messages = messages[:-1]  # nothing to go on with: a new answer

@@ -696,6 +696,12 @@ def test_an_answer_that_says_nothing_is_no_conversation() -> None:
         prompt_of(messages=[{"role": "assistant", "content": ""}])
 
 
+@pytest.mark.parametrize("content", ["", [], BILLED])
+def test_a_conversation_of_nothing_is_refused(content: Any) -> None:
+    with pytest.raises(ApiError, match=r"^messages: there is nothing to answer"):
+        prompt_of(messages=[{"role": "system", "content": content}])
+
+
 def test_a_stream_that_fails_ends_with_an_error_event(edge: GatewayHere, scripted: ScriptedServer) -> None:
     scripted.inference.script = [started(), delta([5], "a"), failure(code_pb2.INTERNAL, "broke")]
     *events, last = events_of(edge.ask("POST", MESSAGES, {**BODY, "stream": True}, x_request_id="r"))
