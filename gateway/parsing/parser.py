@@ -43,9 +43,12 @@ _MAX_HEADER_CHARS = 256
 _HEADER = re.compile(
     rf"(?:{re.escape(START)}assistant)?(?:\s*to=(?P<early>[^\s<]+))?\s*"
     rf"(?:{re.escape(CHANNEL)}(?P<channel>analysis|commentary|final))?(?:\s*to=(?P<late>[^\s<]+))?\s*"
+    rf"(?:{re.escape(CHANNEL)}(?:analysis|commentary|final)\s*)?"
     rf"(?:{re.escape(CONSTRAIN)}\s*)?(?:json|code)?\s*{re.escape(MESSAGE)}"
 )
-"""Matches the header of a message in a channel. gpt-oss often writes `code` where the arguments are JSON."""
+"""Matches the header of a message in a channel. gpt-oss often writes `code` where the arguments are JSON, and at times
+two channels, of which the first counts.
+"""
 
 
 class OutputParser:

@@ -246,9 +246,10 @@ def test_arguments_may_be_the_text_of_an_object(form: OutputFormat, text: str, o
         "commentary to=functions.look_up code",
         "analysis to=functions.look_up code",
         "commentary to=look_up",
+        "commentary to=functions.look_up<|channel|>commentary <|constrain|>json",
     ],
 )
-def test_a_message_to_a_function_is_a_call_whatever_kind_of_content_its_header_names(header: str) -> None:
+def test_a_message_to_a_function_is_a_call_whatever_else_its_header_says(header: str) -> None:
     text = f'<|channel|>{header}<|message|>{{"days": 2}}<|call|>'
     assert parsed(HARMONY, [text]) == parsed(HARMONY, text) == Said(calls=(("look_up", '{"days": 2}'),))
 
