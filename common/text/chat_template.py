@@ -38,7 +38,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, Tool, ToolCall, finite, json_object
-from common.text.generic_tools import in_ordinary_messages, with_one_call_each
+from common.text.generic_tools import in_ordinary_messages, with_one_call_each, with_system_first
 
 _MAX_KNOWN_TWINS = 256
 _MAX_CHARS = 1 << 24
@@ -140,6 +140,7 @@ class ChatTemplate:
         self._writes_tools = self._writes(form, _USER, some_options=[_WITH_TOOL])
         self._writes_answers = self._writes(form, *_TRIALS["tool"])
         self._writes_system = self._writes(form, *_TRIALS["system"])
+        self._writes_later_system = self._writes(form, _SYSTEM, _SYSTEM, _USER, _ASSISTANT, _SYSTEM, _USER)
 
     def render(
         self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS, *, max_chars: int = _MAX_CHARS
@@ -147,7 +148,8 @@ class ChatTemplate:
         """Renders the messages, by default up to where an assistant's answer begins. Raises ChatRefused or TextTooLong.
 
         The model is told of tools, calls and answers in ordinary messages where the template has no form for them, and
-        of one call in each message where it has none for several.
+        of one call in each message where it has none for several. If it takes a system message at the beginning only,
+        that has the words of all.
         """
         places = [f"messages[{index}]" for index in range(len(messages))]
         leaves_out_tools = bool(options.tools) and not self._writes_tools
@@ -159,6 +161,9 @@ class ChatTemplate:
                 has_system=self._writes_system,
             )
             options = replace(options, tools=()) if leaves_out_tools else options
+        has_later_system = any(message.role == "system" for message in messages[1:])
+        if has_later_system and self._writes_system and not self._writes_later_system:
+            messages, places = with_system_first(messages, places)
         if any(len(message.tool_calls) > 1 for message in messages) and not self._writes_several_calls:
             messages, places = with_one_call_each(messages, places)
         self._check_kwargs(options)

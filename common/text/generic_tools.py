@@ -72,6 +72,17 @@ def in_ordinary_messages(
     return written, places
 
 
+def with_system_first(messages: Sequence[ChatMessage], places: Sequence[str]) -> tuple[list[ChatMessage], list[str]]:
+    """Returns the conversation with one system message, at its beginning, whose lines are the words of all, and for
+    each message the entry of `places` that it comes from. There must be a system message.
+    """
+    systems = [(message, place) for message, place in zip(messages, places, strict=True) if message.role == "system"]
+    others = [(message, place) for message, place in zip(messages, places, strict=True) if message.role != "system"]
+    words = "\n".join(message.content for message, _ in systems if message.content)
+    written = [(ChatMessage("system", words), systems[0][1]), *others]
+    return [message for message, _ in written], [place for _, place in written]
+
+
 def with_one_call_each(messages: Sequence[ChatMessage], places: Sequence[str]) -> tuple[list[ChatMessage], list[str]]:
     """Returns the conversation with at most one call in a message, directly before its answer, and for each message the
     entry of `places` that it comes from. Answers must come in the order of the calls. Words and reasoning stay beside

@@ -584,6 +584,28 @@ def test_a_template_of_single_calls_gets_each_call_before_its_own_answer(written
     assert re.findall("add|multiply", rendered(source, USER, saying)) == ["add", "multiply"]
 
 
+SYSTEM_FIRST = each(
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be at the beginning') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content if m.content != 'dropped' }}"
+)
+ONLY_THE_FIRST = written("m.content if m.role != 'system' or loop.first")
+
+
+@pytest.mark.parametrize("source", [SYSTEM_FIRST, ONLY_THE_FIRST])
+def test_a_template_of_one_system_message_gets_the_words_of_all_there(source: str) -> None:
+    """Claude Code sends system messages between the others, and the template of Qwen3.5 takes none there."""
+    late, blank = ChatMessage("system", "be brief"), ChatMessage("system")
+    for chat in ([USER, SYSTEM, late], [SYSTEM, late, USER], [SYSTEM, USER, blank, ASSISTANT, late, USER]):
+        assert re.findall("be kind\nbe brief|hi", rendered(source, *chat))[:2] == ["be kind\nbe brief", "hi"]
+    assert rendered(CHATML, USER, SYSTEM) == "<user>hi<system>be kind"
+
+
+def test_an_error_names_a_message_by_its_place_before_a_system_message_was_moved() -> None:
+    with pytest.raises(ChatRefused) as refused:
+        rendered(SYSTEM_FIRST, SYSTEM, USER, SYSTEM, ASSISTANT, ChatMessage("user", "dropped"))
+    assert refused.value.field == "chat.messages[4]"
+
+
 def test_a_call_of_what_a_template_keeps_is_not_refused_for_another_s_sake() -> None:
     template = ChatTemplate(ONLY_OBJECTS, {})
     with pytest.raises(ChatRefused):
