@@ -38,7 +38,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, Tool, ToolCall, finite, json_object
-from common.text.generic_tools import in_ordinary_messages, with_one_call_each, with_system_first
+from common.text.generic_tools import (
+    in_ordinary_messages,
+    with_neighbours_joined,
+    with_one_call_each,
+    with_system_first,
+)
 
 _MAX_KNOWN_TWINS = 256
 _MAX_CHARS = 1 << 24
@@ -140,6 +145,12 @@ class ChatTemplate:
         self._writes_tools = self._writes(form, _USER, some_options=[_WITH_TOOL])
         self._writes_answers = self._writes(form, *_TRIALS["tool"])
         self._writes_system = self._writes(form, *_TRIALS["system"])
+        self._takes_turns = frozenset(
+            role
+            for role, trial in (("user", [_USER, _USER]), ("assistant", [_USER, _ASSISTANT, _ASSISTANT, _USER]))
+            if not self._writes(form, *trial)
+        )
+        """The roles of which the template takes no two messages in a row."""
         self._writes_later_system = self._writes(form, _SYSTEM, _SYSTEM, _USER, _ASSISTANT, _SYSTEM, _USER)
 
     def render(
@@ -149,7 +160,7 @@ class ChatTemplate:
 
         The model is told of tools, calls and answers in ordinary messages where the template has no form for them, and
         of one call in each message where it has none for several. If it takes a system message at the beginning only,
-        that has the words of all.
+        that has the words of all. If roles have to take turns, neighbours become one message.
         """
         places = [f"messages[{index}]" for index in range(len(messages))]
         leaves_out_tools = bool(options.tools) and not self._writes_tools
@@ -164,6 +175,8 @@ class ChatTemplate:
         has_later_system = any(message.role == "system" for message in messages[1:])
         if has_later_system and self._writes_system and not self._writes_later_system:
             messages, places = with_system_first(messages, places)
+        if self._takes_turns:
+            messages, places = with_neighbours_joined(messages, places, self._takes_turns)
         if any(len(message.tool_calls) > 1 for message in messages) and not self._writes_several_calls:
             messages, places = with_one_call_each(messages, places)
         self._check_kwargs(options)

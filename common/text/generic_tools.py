@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from common.text.chat_messages import ChatMessage, Tool, ToolCall
@@ -81,6 +81,26 @@ def with_system_first(messages: Sequence[ChatMessage], places: Sequence[str]) ->
     words = "\n".join(message.content for message, _ in systems if message.content)
     written = [(ChatMessage("system", words), systems[0][1]), *others]
     return [message for message, _ in written], [place for _, place in written]
+
+
+def with_neighbours_joined(
+    messages: Sequence[ChatMessage], places: Sequence[str], roles: Set[str]
+) -> tuple[list[ChatMessage], list[str]]:
+    """Returns the conversation with one message instead of neighbours of one of `roles`, whose lines are the words of
+    all, and for each message the entry of `places` that it comes from. A message with calls ends a message.
+    """
+    written: list[ChatMessage] = []
+    kept: list[str] = []
+    for message, place in zip(messages, places, strict=True):
+        last = written[-1] if written else None
+        if last is None or message.role not in roles or message.role != last.role or last.tool_calls:
+            written.append(message)
+            kept.append(place)
+            continue
+        content = "\n".join(each for each in (last.content, message.content) if each)
+        reasoning = "\n".join(each for each in (last.reasoning, message.reasoning) if each)
+        written[-1] = replace(message, content=content, reasoning=reasoning)
+    return written, kept
 
 
 def with_one_call_each(messages: Sequence[ChatMessage], places: Sequence[str]) -> tuple[list[ChatMessage], list[str]]:

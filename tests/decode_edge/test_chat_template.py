@@ -600,6 +600,24 @@ def test_a_template_of_one_system_message_gets_the_words_of_all_there(source: st
     assert rendered(CHATML, USER, SYSTEM) == "<user>hi<system>be kind"
 
 
+IN_TURN = (
+    "{% set talk = messages | rejectattr('role', 'equalto', 'system') | list %}"
+    "{% for m in talk %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
+    "{% endfor %}" + each("<{{ m.role }}>{{ m.content if m.content != 'dropped' }}")
+)
+
+
+def test_neighbours_of_one_role_are_one_message_where_roles_take_turns() -> None:
+    chat = [SYSTEM, USER, ChatMessage("user", "why?"), ASSISTANT, ChatMessage("assistant"), ASSISTANT, USER]
+    assert rendered(IN_TURN, *chat) == "<system>be kind<user>hi\nwhy?<assistant>yes\nyes<user>hi"
+    assert rendered(CHATML, USER, USER) == "<user>hi<user>hi"
+    with pytest.raises(ChatRefused, match="turns"):
+        rendered(IN_TURN, ASSISTANT, USER)
+    with pytest.raises(ChatRefused) as refused:
+        rendered(IN_TURN, USER, USER, ASSISTANT, ChatMessage("user", "dropped"))
+    assert refused.value.field == "chat.messages[3]"
+
+
 def test_an_error_names_a_message_by_its_place_before_a_system_message_was_moved() -> None:
     with pytest.raises(ChatRefused) as refused:
         rendered(SYSTEM_FIRST, SYSTEM, USER, SYSTEM, ASSISTANT, ChatMessage("user", "dropped"))
