@@ -117,13 +117,13 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: HttpRecord = scope["state"]["record"]
         try:
+            record.take_id(scope["headers"])
             if is_api(scope):
                 record.client = (
                     self._api_keys.check(scope["headers"], takes_bare=record.is_messages_api) or record.client
                 )
             elif scope["path"] in self._covered:
                 self._api_keys.check_viewer(scope["headers"])
-            record.take_id(scope["headers"])
         except ApiError as error:
             await send_error(error, scope, receive, send)
         else:

@@ -218,6 +218,11 @@ def test_health_needs_none_and_the_api_takes_no_password(closed: GatewayHere) ->
     assert closed.ask("GET", "/v1/models", authorization=basic("some-long-key")).status == 401
 
 
+def test_a_refusal_of_a_key_has_the_callers_request_id(closed: GatewayHere) -> None:
+    refused = closed.ask("GET", "/v1/models", authorization="Bearer wrong", x_request_id="mine")
+    assert (refused.status, refused.headers["x-request-id"]) == (401, "mine")
+
+
 def test_a_key_for_the_status_must_be_there() -> None:
     with pytest.raises(ValidationError, match="status_needs_key needs api_key_file"):
         GatewaySettings(status_needs_key=True)
