@@ -54,8 +54,17 @@ _ACCEPT_RETRY_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
 
 
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.ETOOMANYREFS})
+
+
 class PoolUnusable(Exception):
     """The pool cannot be mapped: it does not exist on this host, or this process must not trust it."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether a process lacked time, descriptors or memory, so that another try may succeed."""
+        cause = self.__cause__
+        return isinstance(cause, TimeoutError) or (isinstance(cause, OSError) and cause.errno in _PASSING)
 
 
 class PoolLayout:
@@ -272,7 +281,9 @@ def _asked_for(name: str, directory: Path) -> int:
             connection.connect(address)
         if user_of(connection) != os.geteuid():
             raise PermissionError(errno.EPERM, "it is not of this user")
-        _, files, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        _, files, flags, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not files and flags & socket.MSG_CTRUNC:  # this process has no descriptor for it
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not files:
         raise PermissionError(errno.EPERM, "it was refused")
     try:

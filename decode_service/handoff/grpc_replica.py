@@ -180,8 +180,8 @@ class GrpcReplica:
         if response.kv_pool:
             try:
                 self._pool = await asyncio.to_thread(MappedPool, response.kv_pool, groups=groups)
-            except PoolUnusable as error:
-                if isinstance(error.__cause__, TimeoutError):  # a busy machine, not another one
+            except (PoolUnusable, RuntimeError) as error:  # a RuntimeError if no thread can be started
+                if not isinstance(error, PoolUnusable) or error.may_pass:
                     self._retry_pool_later(str(error))
                 else:
                     _log.info("prefill replica %s: its KV comes over gRPC: %s", self.address, error)

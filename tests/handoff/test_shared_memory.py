@@ -4,6 +4,7 @@ end.
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import secrets
@@ -178,13 +179,18 @@ def test_a_receiver_that_cannot_map_the_pool_gets_payload(monkeypatch: pytest.Mo
     pair.close()
 
 
-def test_a_pool_that_is_not_given_in_time_is_mapped_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cause", [TimeoutError("timed out"), OSError(errno.EMFILE, "no descriptor"), None])
+def test_a_pool_that_cannot_be_mapped_for_a_moment_is_mapped_later(
+    monkeypatch: pytest.MonkeyPatch, cause: OSError | None
+) -> None:
+    """Without a cause no thread can be started that would map it."""
+
     class GivenTheThirdTime(MappedPool):
         tries = itertools.count(1)
 
         def __init__(self, name: str, *, groups: Sequence[LayerGroupSpec]) -> None:
             if next(self.tries) < 3:
-                raise PoolUnusable(f"{name} cannot be mapped: timed out") from TimeoutError("timed out")
+                raise RuntimeError("can't start new thread") if cause is None else PoolUnusable(name) from cause
             super().__init__(name, groups=groups)
 
     monkeypatch.setattr(grpc_replica, "MappedPool", GivenTheThirdTime)

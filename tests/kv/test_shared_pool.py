@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -229,6 +230,57 @@ def test_who_never_answers_is_not_waited_for(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(PoolUnusable, match="timed out"):
             mapped_from(tmp_path, name)
         is_over.set()
+
+
+@contextmanager
+def few_descriptors() -> Iterator[Callable[[], None]]:
+    """Yields a function that takes all descriptors that this process may have, until the block ends."""
+    taken, (soft, hard) = list[int](), resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def take_all() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+
+    try:
+        yield take_all
+    finally:
+        for file in taken:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_lack_of_descriptors_may_pass(tmp_path: Path, shared_pool: SharedPool) -> None:
+    with few_descriptors() as take_all:
+        take_all()
+        with pytest.raises(PoolUnusable, match="Too many open files") as raised:
+            mapped_from(tmp_path, shared_pool.name)
+    assert raised.value.may_pass
+
+
+def test_a_lack_of_descriptors_for_the_answer_may_pass(
+    tmp_path: Path, shared_pool: SharedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, is_sent = "baton-kv-" + "1" * 32, threading.Event()
+
+    def answer(peer: socket.socket) -> None:
+        socket.send_fds(peer, [b"\0"], [shared_pool.file])
+        is_sent.set()
+
+    def user_of(_peer: socket.socket) -> int:
+        assert is_sent.wait(BOUND_S)
+        take_all()
+        return os.geteuid()
+
+    monkeypatch.setattr(shared_pool_module, "user_of", user_of)
+    with (
+        few_descriptors() as take_all,
+        lying(tmp_path / name, answer),
+        pytest.raises(PoolUnusable, match="Too many open files") as raised,
+    ):
+        mapped_from(tmp_path, name)
+    assert raised.value.may_pass
 
 
 def test_what_is_no_socket_is_neither_waited_for_nor_removed(tmp_path: Path) -> None:
