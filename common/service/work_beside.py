@@ -54,13 +54,17 @@ class WorkBeside:
 
     def start(self, *works: Work) -> None:
         """Starts the thread, which runs `works` one after the other, unless `stop` was called. Any thread may call it,
-        once.
+        once. If the system gives no thread, it logs that and nothing runs.
         """
         assert self._thread is None, "is started once"
         thread = threading.Thread(target=self._run, args=works, name="work-beside", daemon=True)
         with self._starts:
             if not self._stopping.is_set():
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    _log.error("work_beside_failed", exc_info=True)
+                    return
                 self._thread = thread
 
     def stop(self, timeout_s: float) -> bool:

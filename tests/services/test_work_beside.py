@@ -113,6 +113,18 @@ def test_one_that_fails_is_logged_and_the_next_begins() -> None:
     ]
 
 
+def test_one_that_gets_no_thread_is_logged_and_the_service_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    beside = WorkBeside()
+    with capture_logs() as logs:
+        beside.start(lambda check: None)
+    assert [(line["event"], line["log_level"]) for line in logs] == [("work_beside_failed", "error")]
+    assert not beside.has_started and beside.stop(0.0)
+
+
 async def test_both_services_populate_their_pools_once_they_are_ready_and_not_before(
     tiny_model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
