@@ -37,7 +37,7 @@ from decode_service.schedule.handoff_policy import (
     RowNeed,
     Spared,
 )
-from decode_service.schedule.landing import AllComputed, FirstKv, FrameRejected, LandingZone, Scored
+from decode_service.schedule.landing import AllComputed, FrameRejected, KvArrived, LandingZone, Scored
 from decode_service.schedule.life import Lives
 from decode_service.schedule.local_prefill import LocalPrefill
 from decode_service.schedule.replica_set import ReplicaSet
@@ -141,7 +141,7 @@ class PrefillDispatcher:
         try:
             for news in self._landing.take_frame(call_id, frame):
                 match news:
-                    case FirstKv(req) if req.phase is Phase.PREFILL:
+                    case KvArrived(req) if req.phase is Phase.PREFILL:
                         self._lives.enter(req, Phase.RECEIVING)
                     case Scored(req, logprobs):
                         self._post_scores(req, logprobs)

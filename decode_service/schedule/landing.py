@@ -70,7 +70,6 @@ class LandingRow:
     scope: Scope
     columns: PrebuiltBatch | None = None
     entry: int = 0
-    has_kv: bool = False
     num_waiting: int = 0  # number of segments whose copies have not been started
     last_copy: Event | None = None
     num_scored: int = 1
@@ -116,8 +115,8 @@ class _LandingCall:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstKv:
-    """News that the first KV of a request has come."""
+class KvArrived:
+    """News that KV of a request has come."""
 
     req: Request
 
@@ -246,7 +245,7 @@ class LandingZone:
                 break
         return None
 
-    def take_frame(self, call_id: str, frame: Frame) -> Sequence[FirstKv | Scored | AllComputed | LostRow]:
+    def take_frame(self, call_id: str, frame: Frame) -> Sequence[KvArrived | Scored | AllComputed | LostRow]:
         """Applies one frame. Returns the news about its rows, except for rows that have left the call.
 
         Raises FrameRejected and applies nothing if the frame does not fit the row it names.
@@ -317,7 +316,7 @@ class LandingZone:
         call = self._calls.get(call_id)
         return call.rows.get(index) if call else None
 
-    def _take_segment(self, call_id: str, segment: KvSegment) -> Sequence[FirstKv]:
+    def _take_segment(self, call_id: str, segment: KvSegment) -> Sequence[KvArrived]:
         row = self._row(call_id, segment.row)
         if row is None:
             self._free(call_id, segment)
@@ -327,14 +326,12 @@ class LandingZone:
         except FrameRejected:
             self._free(call_id, segment)
             raise
-        news = () if row.has_kv else (FirstKv(row.req),)
-        row.has_kv = True
         row.num_waiting += 1
         self._waiting.append(_Segment(call_id, row, segment, slots))
         self._note_if_complete(row)
         if self._device.runs_pieces_beside:
             self._start_copy()
-        return news
+        return (KvArrived(row.req),)
 
     def start_copies(self, until: Event | None) -> None:
         """Starts the copy of one waiting segment, and of more while the event `until` is not done.
