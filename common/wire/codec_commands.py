@@ -31,6 +31,7 @@ from common.wire.fingerprint import Fingerprint
 from common.wire.framing import seal, unseal
 from common.wire.handoff import (
     MAX_CACHE_SALT_CHARS,
+    MAX_CALL_FIELDS,
     MAX_CALL_ROWS,
     MAX_CLIENT_CHARS,
     MAX_ROW_TOKENS,
@@ -50,8 +51,6 @@ _EDGE_ONLY = (
     "bad_words",
 )
 """Fields of SamplingParams that no row has."""
-_FIELDS_A_ROW = 64
-"""The most protobuf fields per row. A row with its sampling has about 25, and a few for each layer group."""
 _OTHER_FIELDS = 1024
 """The most protobuf fields besides rows: enough for a fingerprint of 64 layer groups and seed columns."""
 _MAX_HELD_GROUPS = 16
@@ -119,8 +118,7 @@ def decode_command(data: bytes, *, max_rows: int = MAX_CALL_ROWS) -> HandoffComm
     Raises ProtocolError, which names the field, if the command is invalid; if it has too many fields, it is not parsed.
     Raises FingerprintMismatch for a PrefillBatch of another protocol version.
     """
-    most_fields = _FIELDS_A_ROW * max_rows + _OTHER_FIELDS
-    message, payload = unseal(prefill_pb2.HandoffCommand, data, most_fields=most_fields)
+    message, payload = unseal(prefill_pb2.HandoffCommand, data, most_fields=MAX_CALL_FIELDS + _OTHER_FIELDS)
     require(not len(payload), "payload", "is no command's")
     match message.WhichOneof("command"):
         case "prefill_batch":

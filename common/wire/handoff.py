@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import RowFailure
-from common.grammar.grammar import TokenRules
+from common.grammar.grammar import GrammarKind, TokenRules
 from common.kv.shared_kv import RemoteKv, SharedKv
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import PromptLogprobs
@@ -24,11 +24,14 @@ from common.telemetry.timeline import FLOW
 MAX_CALL_ROWS = 1024
 MAX_CALL_BYTES = 8 << 20
 """The most bytes of a call's rows together, by `HandoffRow.most_bytes`, unless it has only one row."""
+MAX_CALL_FIELDS = 64 << 10
+"""The most protobuf fields of a call's rows together, by `HandoffRow.most_fields`, unless it has only one row."""
 MAX_ROW_TOKENS = 1 << 20
 MAX_CACHE_SALT_CHARS = 128
 MAX_CLIENT_CHARS = 256
 
 _MOST_OTHER_BYTES = 4 << 10  # ids, names of the client and the namespace, reasoning markers, numbers
+_MOST_OTHER_FIELDS = 64  # a row with its sampling has about 25, and a few for each layer group
 
 Payload = bytes | NDArray[np.uint8]
 WriteKv = Callable[[NDArray[np.uint8]], None]
@@ -90,6 +93,15 @@ class HandoffRow:
         num_ids += len(rules.allowed_ids) + sum(len(sequence) + 2 for sequence in rules.forbidden)
         num_chars = 0 if sampling.grammar is None else len(sampling.grammar.text)
         return 3 * num_ids + 7 * len(sampling.logit_bias) + 4 * num_chars + _MOST_OTHER_BYTES
+
+    @property
+    def most_fields(self) -> int:
+        """The most protobuf fields of the row's message: one for each choice, which commas part, two for a sequence."""
+        sampling, rules = self.sampling, self.sampling.token_rules or TokenRules()
+        num_choices = 0
+        if sampling.grammar is not None and sampling.grammar.kind is GrammarKind.CHOICE:
+            num_choices = sampling.grammar.text.count(",") + 1
+        return _MOST_OTHER_FIELDS + 2 * len(rules.forbidden) + num_choices
 
     @property
     def num_held(self) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from common.errors import BatonError, EngineFault, PrefillUnavailable
 from common.kv.pool import KvPool, RowLease
 from common.sampling.prompt_logprobs import PromptLogprobs
-from common.wire.handoff import MAX_CALL_BYTES, MAX_CALL_ROWS, Frame, HandoffRow
+from common.wire.handoff import MAX_CALL_BYTES, MAX_CALL_FIELDS, MAX_CALL_ROWS, Frame, HandoffRow
 from decode_service.messages import (
     BreakCall,
     DegradedChanged,
@@ -338,15 +338,18 @@ class PrefillDispatcher:
         )
 
     def _start_calls(self, replica: str, reqs: Sequence[Request], now_s: float) -> None:
-        """Asks the replica for the rows of these requests, in calls of at most MAX_CALL_ROWS and MAX_CALL_BYTES."""
+        """Asks the replica for the rows of these requests, in calls of at most MAX_CALL_ROWS, MAX_CALL_BYTES and
+        MAX_CALL_FIELDS.
+        """
         calls: list[list[HandoffRow]] = []
-        num_bytes = 0
+        num_bytes = num_fields = 0
         for req in reqs:
             row = self._next_row(req, now_s)
-            num_bytes += row.most_bytes
-            if not calls or len(calls[-1]) == MAX_CALL_ROWS or num_bytes > MAX_CALL_BYTES:
+            num_bytes, num_fields = num_bytes + row.most_bytes, num_fields + row.most_fields
+            is_full = bool(calls) and len(calls[-1]) == MAX_CALL_ROWS
+            if not calls or is_full or num_bytes > MAX_CALL_BYTES or num_fields > MAX_CALL_FIELDS:
                 calls.append([])
-                num_bytes = row.most_bytes
+                num_bytes, num_fields = row.most_bytes, row.most_fields
             calls[-1].append(row)
         start = 0
         for rows in calls:

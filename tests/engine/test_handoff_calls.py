@@ -40,6 +40,17 @@ def test_rows_of_more_bytes_than_a_call_may_have_are_asked_for_in_several(monkey
     assert all(outcome.token_ids == outcome.expected for outcome in engine.outcomes.values())
 
 
+def test_rows_of_more_fields_than_a_call_may_have_are_asked_for_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(max_rows=8)
+    row = HandoffRow("a", 0, (1,), 1, ResolvedSampling(seed=0, max_tokens=3))
+    monkeypatch.setattr(dispatcher, "MAX_CALL_FIELDS", 2 * row.most_fields)
+    for number, name in enumerate("abcde", 1):
+        engine.submit(name, [number], 3)
+    engine.step()
+    calls = [engine.handoffs[name].call_id for name in "abcde"]
+    assert [calls.count(call) for call in dict.fromkeys(calls)] == [2, 2, 1]
+
+
 def test_time_at_a_replica_does_not_count_as_refused() -> None:
     clock = Clock()
     engine = ScriptedEngine(clock=clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,10 +14,10 @@ from common.errors import RowFailure
 from common.grammar.grammar import Grammar, GrammarKind, TokenRules
 from common.rpc.messages import ProtocolError
 from common.sampling.params import ResolvedSampling
-from common.wire.codec_commands import PrefillBatch, decode_command, encode_row
+from common.wire.codec_commands import PrefillBatch, decode_command, encode_prefill_batch, encode_row
 from common.wire.codec_fingerprint import encode_fingerprint
 from common.wire.framing import seal
-from common.wire.handoff import HandoffRow, RowFailed
+from common.wire.handoff import MAX_CALL_FIELDS, HandoffRow, RowFailed
 from tests.wire.strategies import PLAIN, handoff_rows
 from tests.wire.wire_samples import LOGPROBS_ROW, PLAIN_ROW
 
@@ -46,6 +47,21 @@ def test_a_row_has_no_more_bytes_than_it_says(row: HandoffRow) -> None:
 def test_a_large_row_has_about_as_many_bytes_as_it_says(row: HandoffRow) -> None:
     num_bytes = encode_row(row).ByteSize()
     assert num_bytes <= row.most_bytes < num_bytes + (16 << 10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"token_rules": TokenRules(forbidden=tuple((each, each) for each in range(384)))},
+        {"grammar": Grammar.of_choices(map(str, range(5_000)))},
+    ],
+    ids=["bad words", "choice"],
+)
+def test_rows_of_as_many_fields_as_a_call_may_have_are_read(options: dict[str, Any]) -> None:
+    row = replace(PLAIN_ROW, sampling=replace(PLAIN_ROW.sampling, **options))
+    num_rows = MAX_CALL_FIELDS // row.most_fields
+    batch = decode_command(encode_prefill_batch(PLAIN, [row] * num_rows))
+    assert isinstance(batch, PrefillBatch) and batch.rows == (row,) * num_rows
 
 
 ROW_FAULTS: dict[str, Callable[[prefill_pb2.PrefillRow], object]] = {
