@@ -20,7 +20,7 @@ from decode_service.edge.text.output import NewOutput, OutputProcessor, StopMatc
 from decode_service.messages import Finished, FinishReason
 
 _PIECE_TOKENS = 256
-"""The most prompt tokens whose log-probabilities are read at once, so that a message to the client stays small."""
+"""The most tokens whose log-probabilities are read at once, so that a message to the client stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Ending:
 class LiveRequest:
     """One request from its admission to its end, with the output that its client has not read.
 
-    Unread output is merged, so at most the request's whole output is held, besides the log-probabilities of its prompt.
-    The first terminal event counts, and later ones are dropped.
+    Unread output is merged, with log-probabilities into pieces of at most 256 tokens. So at most the request's whole
+    output is held, besides the log-probabilities of its prompt. The first terminal event counts, and later ones are
+    dropped.
     """
 
     request_id: str
@@ -56,7 +57,7 @@ class LiveRequest:
     _output: OutputProcessor | None = None
     _num_prompt_tokens: int = 0
     _prompt_logprobs: deque[PromptLogprobs] = field(default_factory=deque)
-    _pending: NewOutput = field(default_factory=NewOutput)
+    _pending: deque[NewOutput] = field(default_factory=deque)
     _ending: Ending | BatonError | None = None
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -95,10 +96,20 @@ class LiveRequest:
         """
         if self._ending is not None or self._output is None or self._output.match is not None:
             return None
-        self._pending += self._output.push(token_ids, logprobs)
-        if self._pending:
-            self._has_news.set()
+        for start in range(0, len(token_ids), _PIECE_TOKENS):
+            part = slice(start, start + _PIECE_TOKENS)
+            self._add(self._output.push(token_ids[part], logprobs[part]))
         return self._output.match
+
+    def _add(self, new: NewOutput) -> None:
+        if not new:
+            return
+        num_tokens = len(new.token_ids) + (len(self._pending[-1].token_ids) if self._pending else 0)
+        if self._pending and (not new.logprobs or num_tokens <= _PIECE_TOKENS):
+            self._pending[-1] += new
+        else:
+            self._pending.append(new)
+        self._has_news.set()
 
     def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> None:
         if self._ending is not None:
@@ -112,7 +123,7 @@ class LiveRequest:
         if self._ending is not None or self._output is None:
             return
         match = self._output.match
-        self._pending += NewOutput(text=self._output.finish())
+        self._add(NewOutput(text=self._output.finish()))
         self._end(
             Ending(
                 reason=finished.reason if match is None else FinishReason.STOP_STRING,
@@ -154,17 +165,14 @@ class LiveRequest:
 
     async def read(self) -> PromptLogprobs | NewOutput | Ending:
         """Waits for news and returns it: at first log-probabilities of the prompt, for at most 256 tokens; if none are
-        left, all output since the last read; when all of that was read, the ending.
+        left, the next piece of output; when all of that was read, the ending.
 
         Raises the error if the request failed.
         """
         await self._has_news.wait()
         if self._prompt_logprobs or self._pending:
             news: PromptLogprobs | NewOutput
-            if self._prompt_logprobs:
-                news = self._prompt_logprobs.popleft()
-            else:
-                news, self._pending = self._pending, NewOutput()
+            news = self._prompt_logprobs.popleft() if self._prompt_logprobs else self._pending.popleft()
             if self._ending is None and not self._prompt_logprobs and not self._pending:
                 self._has_news.clear()
             return news

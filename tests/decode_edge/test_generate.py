@@ -320,6 +320,27 @@ async def test_what_a_slow_client_has_not_read_is_merged(edge: Edge) -> None:
     edge.live_requests.release(live)
 
 
+async def test_what_a_slow_client_has_not_read_comes_in_pieces_if_it_has_log_probabilities(edge: Edge) -> None:
+    live = edge.live_requests.admit("slow")
+    live.begin(OutputProcessor(decoder=edge.tokenizer), 3)
+    logprobs = TokenLogprobs(-1.0, (A, B), (-1.0, -2.0))
+    for token_ids in ((A,) * 200, (B,) * 100, (C,) * 300):
+        edge.live_requests.dispatch(tokens_of(live.engine_id, token_ids, logprobs=(logprobs,) * len(token_ids)))
+    edge.live_requests.dispatch(finished(live.engine_id, 600))
+
+    pieces = [await live.read() for _ in range(5)]
+
+    assert [(len(piece.token_ids), len(piece.logprobs)) for piece in pieces[:-1]] == [  # type: ignore[union-attr]
+        (200, 200),
+        (100, 100),
+        (256, 256),
+        (44, 44),
+    ]
+    assert "".join(piece.text for piece in pieces[:-1]) == "a" * 200 + "b" * 100 + "c" * 300  # type: ignore[union-attr]
+    assert isinstance(pieces[-1], Ending)
+    edge.live_requests.release(live)
+
+
 async def test_a_failed_request_ends_with_its_error(edge: Edge) -> None:
     call = edge.generate()
     submit = await edge.engine.submitted()
