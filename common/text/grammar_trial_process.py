@@ -4,7 +4,7 @@ A grammar is written by a client, and its compilation can take long, need much m
 a forked copy of this process with limits of its own; if it exceeds them, only the copy is killed. Requests are JSON
 (see `common.host.answering`). The first one is a vocabulary and the limits; its answer is DONE. Each later one is a
 grammar. Its answer is DONE with the number of bytes that the compiled grammar takes, FAILED with the reason, or LATE if
-the machine had too little time for the trial.
+the machine had too little time, or no thread, for the trial.
 """
 
 from __future__ import annotations
@@ -122,8 +122,11 @@ def _try(grammars: Grammars, grammar: Grammar, limits: Limits, writing: int) -> 
         limit_own_memory(limits.memory_bytes)
         threading.stack_size(limits.stack_bytes)
         thread = threading.Thread(target=lambda: answers.append(_answer(grammars, grammar)))
-        thread.start()
-        thread.join()
+        try:
+            thread.start()
+            thread.join()
+        except RuntimeError as error:
+            answers.append(bytes([LATE]) + str(error).encode())
         os.write(writing, answers[0])
         os._exit(0)
     finally:

@@ -117,6 +117,12 @@ async def test_a_trial_that_lacks_time_because_the_machine_is_busy_is_no_fault_o
             await compiler.matcher(SLOW)
 
 
+async def test_a_trial_that_gets_no_thread_is_no_fault_of_the_grammar() -> None:
+    async with compiler_of(grammars_of(byte_level()), stack_bytes=1 << 40) as compiler:
+        with pytest.raises(Overloaded, match="can't start new thread"):
+            await compiler.matcher(SMALL)
+
+
 async def test_a_process_that_was_killed_is_replaced_and_none_is_left_at_the_end() -> None:
     async with compiler_of(grammars_of(byte_level())) as compiler:
         await compiler.matcher(SMALL)
