@@ -165,6 +165,10 @@ def no_room_for_row(index: int, message: str) -> RowFailed:
     return RowFailed(row=index, reason=RowFailure.CAPACITY, retryable=True, message=message)
 
 
+def uncomputed_row(index: int, message: str) -> RowFailed:
+    return RowFailed(row=index, reason=RowFailure.COMPUTE, retryable=True, message=message)
+
+
 class RowNumbering:
     """Translates row numbers between a Handoff call and the engine. The call's frames and commands count all its rows;
     the engine counts only the accepted ones.

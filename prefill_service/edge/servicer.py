@@ -57,6 +57,7 @@ from prefill_service.edge.call import (
     RowNumbering,
     check_row,
     no_room_for_row,
+    uncomputed_row,
     unmatched_row,
 )
 from prefill_service.edge.observer import RowTraces
@@ -271,8 +272,8 @@ class PrefillServicer:
     async def _make_matcher(self, call: HandoffCall, index: int, row: HandoffRow) -> None:
         """Makes the matcher of a constrained row, which has number `index` in the engine, and posts it to the engine.
 
-        A row whose grammar is refused, or whose matcher comes too late, fails alone; so does one whose output so far
-        breaks its rules.
+        A row whose grammar is refused, or whose matcher comes too late or cannot be made, fails alone; so does one
+        whose output so far breaks its rules.
         """
         command: Command
         try:
@@ -285,9 +286,9 @@ class PrefillServicer:
         except TimeoutError:
             message = f"its matcher was not made within {self._limits.matcher_timeout_s} s"
             command = FailRow(call.call_id, no_room_for_row(index, message))
-        except Exception as error:
-            call.fail(EngineFault(f"making a matcher failed: {error!r}"))
-            return
+        except Exception as error:  # it is this row's alone, as where no thread can be started
+            _log.exception("making a matcher failed")
+            command = FailRow(call.call_id, uncomputed_row(index, f"making its matcher failed: {error!r}"))
         self._engine.post(command)
 
     async def _matcher(self, row: HandoffRow) -> Matcher:

@@ -358,17 +358,21 @@ async def test_output_against_the_rows_rules_fails_it_for_good(edge: Edge) -> No
     assert failed.message == "generated_token_ids: token 127 at index 1 is not allowed"
 
 
-async def test_a_matcher_that_cannot_be_made_because_of_a_defect_fails_the_call() -> None:
+async def test_a_row_whose_matcher_cannot_be_made_because_of_a_defect_fails_alone() -> None:
     async def new_matcher(
         grammar: Grammar, output_ids: Sequence[int], reasoning: Reasoning | None, *, client: str
     ) -> Any:
-        raise KeyError("defect")
+        if grammar.text == "bad":
+            raise KeyError("defect")
+        return grammar.text
 
     async with serve(HandoffLimits(), new_matcher=new_matcher) as edge:
-        status = await status_of(await edge.open(constrained("any")))
-        assert status.code() == grpc.StatusCode.INTERNAL
-        assert "defect" in (status.details() or "")
-        assert edge.prefill.num_closed() == 1
+        call = await edge.open(constrained("bad"), constrained("good"))
+        failed, good = (await matchers_of(edge, 2)).values()
+        assert (failed.reason, failed.retryable, good) == (RowFailure.COMPUTE, True, "good")
+        assert "defect" in failed.message
+        edge.prefill.finish(await edge.opened())
+        await ends_well(call)
 
 
 # ---- how a call ends ------------------------------------------------------------------------------------------------
