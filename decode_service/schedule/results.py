@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
@@ -40,6 +40,7 @@ def first_tokens(parts: Sequence[ReadyRows]) -> RowResults:
         token_ids=token_ids.reshape(-1, 1),
         accept_lens=np.ones_like(token_ids),
         are_invalid=np.zeros(token_ids.shape, dtype=np.bool_),
+        num_sound=np.ones_like(token_ids),
         logprobs=np.fromiter(logprobs, np.object_, len(logprobs)).reshape(-1, 1) if any(logprobs) else None,
     )
 
@@ -119,12 +120,12 @@ class ResultTaker:
         """Gives an ended step's results to the requests that still hold the rows they ran in. `ahead` has the matchers
         that have accepted tokens of the step before its end.
         """
-        results = step.results()
         are_held = self.still_held(step)
+        results, lost = self._sound_results(step, are_held)
         self._rows.num_in_flight[step.rows[are_held]] -= 1
         now_s = self._clock()
         for i in (are_held & results.are_invalid).nonzero()[0].tolist():
-            self._lose_invalid(step.reqs[i], results.token_ids[i, : results.accept_lens[i]].tolist())
+            self._lose_invalid(step.reqs[i])
         (entries,) = (are_held & ~results.are_invalid).nonzero()
         rows = step.rows[entries]
         self._rows.num_unread[rows] = step.output.reading.num_left[entries]
@@ -133,23 +134,39 @@ class ResultTaker:
                 self._lives.enter(step.reqs[i], Phase.DECODE, at_s=now_s)
         self._append(entries, rows, step.reqs, step.request_ids, results, now_s, step)
         self._follow_grammars(step.batch.sampling.constrained, entries, step.reqs, results, ahead)
+        self._lose(lost)
+
+    def _sound_results(self, step: EndedStep, are_held: NDArray[np.bool_]) -> tuple[RowResults, Sequence[LostRow]]:
+        """Returns the step's results, and the requests that their grammars let go no further.
+
+        Drafts may lead past the end of an output, or to where no token is allowed. There the row has no valid token,
+        but those before count.
+        """
+        results, lost = step.results(), list[LostRow]()
+        are_cut = np.zeros_like(are_held)
+        for i in (are_held & results.are_invalid & (results.num_sound > 0)).nonzero()[0].tolist():
+            req, sound = step.reqs[i], results.token_ids[i, : results.num_sound[i]]
+            if self._rows.ends_with(step.rows[i], sound):
+                are_cut[i] = True
+            elif (failure := req.withheld.get(tuple(sound.tolist()))) is not None:
+                are_cut[i] = True
+                lost.append(LostRow(req, req.sampling.constraint_error(failure), is_retryable=False))
+        if not are_cut.any():
+            return results, lost
+        accept_lens = np.where(are_cut, results.num_sound, results.accept_lens)
+        return replace(results, accept_lens=accept_lens, are_invalid=results.are_invalid & ~are_cut), lost
 
     def still_held(self, step: LaunchedStep) -> NDArray[np.bool_]:
         """Returns, for each entry [B] of the step, whether its request still holds the row it ran in."""
         held: NDArray[np.bool_] = self._rows.serials[step.rows] == step.serials
         return held
 
-    def _lose_invalid(self, req: Request, token_ids: Sequence[int]) -> None:
-        """Gives up a row that had no valid token. `token_ids` are the step's accepted tokens up to the invalid one, or
-        none.
+    def _lose_invalid(self, req: Request) -> None:
+        """Gives up a row that had no valid token, and makes the prefix cache forget the row's KV.
 
-        If its grammar had reached a limit there, the request fails. Otherwise the prefix cache forgets the row's KV. If
-        the request began with KV that either service had cached, that KV may be the reason, and the request is retried
-        without a cache; if not, it fails.
+        If the request began with KV that either service had cached, that KV may be the reason, and the request is
+        retried without a cache; if not, it fails.
         """
-        if (failure := req.withheld.get(tuple(token_ids[:-1]))) is not None:
-            self._lose([LostRow(req, req.sampling.constraint_error(failure), is_retryable=False)])
-            return
         self._lives.forget_kv(req)
         if req.began_cached:
             req.avoid_cache()  # so this cannot happen to it again

@@ -132,6 +132,11 @@ class RunningRows:
         self._num_left[rows] = num_left - num_added
         return num_added, has_ended
 
+    def ends_with(self, row: int, token_ids: Rows) -> bool:
+        """Returns whether the request in pool row `row` ends with one of `token_ids` [N], its next tokens."""
+        is_end = np.isin(token_ids, self._end_ids[row, : self._num_end_ids[row]]).any()
+        return bool(is_end or len(token_ids) >= self._num_left[row])
+
     def decode(self, rows: Rows) -> Rows:
         """Notes that a decode step of the requests in `rows` [B] has ended.
 

@@ -28,12 +28,14 @@ class RowResults:
     """The results of a step's rows, as columns. Row b gains the first `accept_lens[b]` tokens of `token_ids[b]`.
 
     `token_ids` is [B, W] int64 and `accept_lens` [B]. `are_invalid` [B] bool marks rows whose relayed input or logits
-    were unusable. `logprobs` [B, W] of TokenLogprobs has None for rows that want none; it is None if no row wants any.
+    were unusable; the first `num_sound[b]` of such a row's tokens are sound. `logprobs` [B, W] of TokenLogprobs has
+    None for rows that want none; it is None if no row wants any.
     """
 
     token_ids: NDArray[np.int64]
     accept_lens: NDArray[np.int64]
     are_invalid: NDArray[np.bool_]
+    num_sound: NDArray[np.int64]
     logprobs: NDArray[np.object_] | None = None
 
 
@@ -158,12 +160,15 @@ class EndedStep(SealedStep):
         width = batch.max_accept_len
         are_unusable = host.sampled.is_invalid.numpy()
         if host.accept_lens is None:
-            accept_lens = (~are_unusable).astype(np.int64)
+            accept_lens = num_sound = (~are_unusable).astype(np.int64)
         else:
             accept_lens = host.accept_lens.numpy()
             are_accepted = np.arange(width) < accept_lens[:, None]
-            are_unusable = np.logical_or.reduce(are_unusable.reshape(-1, width) & are_accepted, axis=1)
-            are_unusable |= (accept_lens < 1) | (accept_lens > width)
+            are_unusable = are_unusable.reshape(-1, width) & are_accepted
+            num_sound = are_unusable.argmax(axis=1)  # of rows that have an unusable one; others have no need of it
+            is_impossible = (accept_lens < 1) | (accept_lens > width)
+            num_sound[is_impossible] = 0
+            are_unusable = np.logical_or.reduce(are_unusable, axis=1) | is_impossible
         logprobs = None
         if batch.sampling.with_logprobs.size:
             logprobs = unpack_logprobs(host.sampled, batch.sampling, width=width)
@@ -171,5 +176,6 @@ class EndedStep(SealedStep):
             token_ids=host.sampled.token_ids.numpy().reshape(-1, width),
             accept_lens=accept_lens,
             are_invalid=host.is_invalid.numpy() | are_unusable,
+            num_sound=np.where(host.is_invalid.numpy(), 0, num_sound),
             logprobs=logprobs,
         )

@@ -409,8 +409,29 @@ def test_a_request_that_cannot_go_on_after_accepted_drafts_fails_too(
     assert len(expected) > 10
     for name, outcome in pair.outcomes.items():
         assert isinstance(outcome.error, InvalidRequest), (name, outcome.error)
-        assert outcome.token_ids == expected[name][: len(outcome.token_ids)]
-    assert any(len(outcome.token_ids) < len(expected[name]) for name, outcome in pair.outcomes.items())
+        assert outcome.token_ids == expected[name], "what came before is delivered, as without drafts"
+
+
+@pytest.mark.parametrize("ends_by", ["max_tokens", "stop_token_ids"])
+def test_nothing_need_be_allowed_after_the_last_token(
+    ends_by: str, make_pair: MakePair, leaning: Drafted, free: list[list[int]]
+) -> None:
+    """Drafts may go past an output's end, where its rules allow no token."""
+    pair = make_pair(leaning.target, PairOptions(), draft=leaning.head)
+    expected = {}
+    for number, (prompt, output) in enumerate(zip(PROMPTS, free, strict=True)):
+        ends = [place for place in range(4, len(output) - 1) if output[place] not in output[:place]]
+        for end in ends[:3]:
+            allowed = tuple(sorted(set(output)))
+            rules = TokenRules(allowed, tuple((output[end], token_id) for token_id in allowed))
+            name = f"{number} {end}"
+            expected[name] = output[: end + 1]
+            limit = {"max_tokens": end + 1, "stop_token_ids": (output[end],)}[ends_by]
+            pair.submit(name, prompt, Constraint(rules=rules).sampling(0, **{ends_by: limit}))
+    pair.run()
+    assert len(expected) > 10
+    for name, outcome in pair.outcomes.items():
+        assert (outcome.error, outcome.token_ids) == (None, expected[name]), name
 
 
 class LimitedMatcher(WrongMatcher):

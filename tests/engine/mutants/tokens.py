@@ -20,7 +20,8 @@ from tests.support.scripted_device import ScriptedStream
 @instead_of(EndedStep, "results")
 def results_in_another_order(results: Callable[..., RowResults], self: EndedStep) -> RowResults:
     found = results(self)
-    return RowResults(found.token_ids[::-1], found.accept_lens[::-1], found.are_invalid[::-1])
+    columns = (found.token_ids, found.accept_lens, found.are_invalid, found.num_sound)
+    return RowResults(*(column[::-1] for column in columns))
 
 
 @instead_of(ScriptedStream, "enqueue")
