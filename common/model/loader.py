@@ -39,7 +39,7 @@ from common.model.model_files import (
 from common.model.part import Heads, Part
 from common.model.rotation import fix_rotation
 from common.model.target import TargetModel, TargetShape
-from common.model.traits import PROBE_NAME, LayerShape, check_config, probe_attention
+from common.model.traits import PROBE_NAME, LayerShape, check_config, computes_rotation, probe_attention
 
 KvDtype = Literal["auto", "unquantized", "fp8_e4m3"]
 """"auto": FP8 if the checkpoint has scales for it, else the model's dtype. "unquantized": the model's dtype.
@@ -230,6 +230,7 @@ def target_of(
             vocab_size=sizes["vocab_size"],
             max_context_tokens=min(context, max_context_tokens or context),
             rotation=rotation,
+            num_positions=None if computes_rotation(model) else context,
             eos_token_ids=eos_token_ids,
             dtype=DTYPES[dtype],
             torch_device=torch_device,

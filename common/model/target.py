@@ -118,8 +118,9 @@ class TargetShape:
 
     `layer_group` is the shape of the KV of layers that attend all tokens, and `windows` are the layers that attend a
     window. `kv_heads` are the KV heads of each rank, in each layer group. `max_context_tokens` is the longest context
-    that is served, and `rotation` names the rotation that it chose (see rotation.py). `eos_token_ids` are the ids that
-    end the model's output.
+    that is served, and `rotation` names the rotation that it chose (see rotation.py). `num_positions` is None if the
+    model computes its rotation at any position; otherwise it may look positions up in a table, which has that many
+    rows. `eos_token_ids` are the ids that end the model's output.
     """
 
     layer_group: LayerGroupSpec
@@ -129,6 +130,7 @@ class TargetShape:
     vocab_size: int
     max_context_tokens: int
     rotation: str = ""
+    num_positions: int | None = None
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     torch_device: torch.device
@@ -170,6 +172,7 @@ class TargetModel:
         self.vocab_size = shape.vocab_size
         self.max_context_tokens = shape.max_context_tokens
         self.rotation = shape.rotation
+        self._num_positions = shape.num_positions
         self.eos_token_ids = shape.eos_token_ids
         self.dtype = shape.dtype
         self.torch_device = shape.torch_device
@@ -361,7 +364,7 @@ class TargetModel:
         )
         output: Any = self._model(
             input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
+            position_ids=self._within_tables(batch.positions).unsqueeze(0),
             use_cache=False,
             logits_to_keep=every_token if batch.logits_rows is None else batch.logits_rows,
             attention_plan=plan,
@@ -369,6 +372,13 @@ class TargetModel:
         )
         plan.tell_rest()
         return TargetOutput(output.logits[0].float(), self._ordered(states))
+
+    def _within_tables(self, positions: Tensor) -> Tensor:
+        """Returns the positions [T], those past the end of the model's tables as their last row.
+
+        Drafts may go past the context's end. Nothing of them counts, but looking them up would fail the other rows too.
+        """
+        return positions if self._num_positions is None else positions.clamp(max=self._num_positions - 1)
 
     def _count_layer(self) -> None:
         self._num_layers_begun += 1

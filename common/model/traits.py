@@ -345,6 +345,11 @@ def _checked_tables(model: nn.Module, says: str) -> Iterator[None]:
             hook.remove()
 
 
+def computes_rotation(model: nn.Module) -> bool:
+    """Returns whether the model computes rotary embedding from frequencies, and so at any position."""
+    return any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+
+
 def _check_rotated_share(model: Any, head_dims: Set[int], name: str) -> None:
     """Raises UnsupportedModel if rotary embedding rotates a different share of the heads than the config states."""
     rope = getattr(model.config, "rope_parameters", None) or {}

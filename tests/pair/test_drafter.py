@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config
 
+from common.model.loader import load_target
 from common.sampling.params import ResolvedSampling
 from common.sampling.state import RowStart
 from decode_service.forward.drafter import Drafter, Reading, Verified
@@ -18,6 +21,7 @@ from decode_service.forward.forward_batch import ForwardBatch
 from decode_service.forward.future_map import RelayedInputs
 from decode_service.speculate.spec_info import DraftTree
 from tests.support.drafted import Drafted
+from tests.support.models import SMALL_VOCAB_SIZE, random_model, save_model
 from tests.support.pair import InProcessPair, PairOptions, pairs_that_keep_all
 
 NUM_DRAFTS = 3
@@ -75,3 +79,20 @@ def test_tokens_are_those_without_drafts_and_drafts_are_accepted(leaning: Drafte
     assert num_accepted > 10, f"only {num_accepted} drafts were accepted"
     num_retractions = copying.decode.load().num_retractions
     assert (num_retractions > 0) == (tokens < 4096), f"{num_retractions} retractions"
+
+
+def test_drafts_may_go_past_the_end_of_a_table_of_positions(tmp_path: Path) -> None:
+    """The model looks positions up in a table of 64 rows: nothing may be looked up for drafts after a full context."""
+    config = GPT2Config(vocab_size=SMALL_VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=1)
+    target = load_target(save_model(tmp_path, random_model(config), SMALL_VOCAB_SIZE), device="cpu", dtype="float32")
+    options = PairOptions(num_draft_tokens=NUM_DRAFTS, context_tokens=64)
+    sampling = ResolvedSampling(seed=0, max_tokens=20, temperature=0.0)
+    seen = []
+    with pairs_that_keep_all() as make_pair:
+        for pair in (make_pair(target, options), make_pair(target, replace(options, drafter=PromptLookup()))):
+            prompts = [[4 + place % 50 for place in range(length)] for length in (44, 8)]
+            outcomes = [pair.submit(str(len(prompt)), prompt, sampling) for prompt in prompts]
+            pair.run()
+            seen.append([(outcome.error, outcome.token_ids) for outcome in outcomes])
+    assert seen[0] == seen[1]
+    assert [len(token_ids) for _, token_ids in seen[0]] == [20, 20]
