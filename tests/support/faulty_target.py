@@ -43,8 +43,8 @@ class FaultyTarget(TargetModel):
     def runs_program(self) -> bool:
         return self._sound.runs_program
 
-    def prepare(self, batch: ForwardInput) -> Callable[[], TargetOutput]:
-        return partial(self.forward, batch)
+    def prepare(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> Callable[[], TargetOutput]:
+        return partial(self.forward, batch, on_layer_kv=on_layer_kv)
 
     def forward(self, batch: ForwardInput, *, on_layer_kv: OnLayerKv | None = None) -> TargetOutput:
         if self.fails(batch):
