@@ -287,7 +287,7 @@ class PrefillServicer:
             message = f"its matcher was not made within {self._limits.matcher_timeout_s} s"
             command = FailRow(call.call_id, no_room_for_row(index, message))
         except Exception as error:  # it is this row's alone, as where no thread can be started
-            _log.exception("making a matcher failed")
+            _log.exception("matcher_failed", request_id=row.request_id)
             command = FailRow(call.call_id, uncomputed_row(index, f"making its matcher failed: {error!r}"))
         self._engine.post(command)
 
