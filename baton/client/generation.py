@@ -56,10 +56,6 @@ It spreads out clients that were told to retry in the same second. The server re
 """
 MAX_BREAKS = 40
 """How many calls in a row may break without output. The bound stops a request that crashes each server it reaches."""
-CLOSING_S = 1.0
-"""How long after its start a call may be lost because its connection was just being closed. It is made once more then,
-even if none is to follow a break.
-"""
 _CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
 _NO_PREFILL = "NO_PREFILL"
 
@@ -97,7 +93,6 @@ class Generation:
     `timeout_s` covers all calls together. After a break, new calls are made until `resume_timeout_s` has passed without
     an event; None means that no call follows. A server that accepts the request again counts as an event, unless it
     finds no prefill service for it. Before the first event, `admission_timeout_s` applies instead, unless it is None.
-    Even then one more call follows at once if the connection is lost within `CLOSING_S`.
 
     A new call follows UNAVAILABLE, and CANCELLED without an ErrorInfo reason. After one break, a new call also follows
     refusals that the break may have caused: the queue is full, or the server that lost the connection still holds the
@@ -237,10 +232,7 @@ class Generation:
         """
         limit_s, now_s = self._limit_s, self._clock()
         if limit_s is None:
-            is_lost = isinstance(error, Unavailable) and not error.reason
-            if self._started is not None or self._num_breaks > 0 or not is_lost:
-                raise error
-            limit_s = CLOSING_S
+            raise error
         pause_s: float | None = None
         is_refused = self._started is None and error.reason == QUEUE_FULL
         goes_elsewhere = is_refused and is_another_ready

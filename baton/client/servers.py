@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -108,10 +108,6 @@ _FOLLOWS_HEALTH = json.dumps(
 )
 _NEVER_IDLE_MS = 2**31 - 1
 _LOOK_UP_ARG = "grpc.dns_min_time_between_resolutions_ms"
-_NO_RETRIES = ("grpc.enable_retries", 0)
-"""With gRPC's own retries a blocking call for a stream, if its connection closes as it begins, may never end: neither
-its deadline nor a cancellation ends it (seen with grpcio 1.76 to 1.85, once in 50 such calls).
-"""
 
 
 @dataclass(slots=True)
@@ -197,6 +193,8 @@ class Servers(ABC):
     argument that does not fit in 32 bits.
     """
 
+    _CHANNEL_OPTIONS: ClassVar[ChannelOptions] = {}
+
     def __init__(
         self,
         address: str,
@@ -213,7 +211,7 @@ class Servers(ABC):
         self._target = parse_target(address, tls)
         self._token = token
         self._credentials = None if tls is None else tls.credentials()
-        self._options = _options(self._target, tls, channel_overrides)
+        self._options = _options(self._target, tls, {**self._CHANNEL_OPTIONS, **(channel_overrides or {})})
         self._look_up_timeout_s = look_up_timeout_s
         self._ready_timeout_s = ready_timeout_s
         self._clock = clock
@@ -338,7 +336,7 @@ class Servers(ABC):
         self, server: Server, failure: grpc.RpcError, avoided: set[Server], errors: dict[Server, BatonError]
     ) -> None:
         """Notes that a small call at the server has failed. Returns if the call may succeed at another one that is
-        ready, or at the same one because only its connection was lost, and adds the error to `errors`, those of the
+        ready, or at the only one because its connection was just closing, and adds the error to `errors`, those of the
         call so far. Else it raises the error, of several refusals the one that named the earliest time, and in place of
         DEADLINE_EXCEEDED an earlier error of the same server.
         """
@@ -346,7 +344,7 @@ class Servers(ABC):
         self.note_failed(server, error)
         is_full = error.reason == QUEUE_FULL
         if is_full or isinstance(error, Unavailable):
-            may_repeat = server not in errors and not error.reason  # the connection was lost, maybe as the call began
+            may_repeat = self._target.is_single and server not in errors and not error.reason
             errors[server] = error
             if self.avoid(server, avoided) or may_repeat:
                 return
@@ -472,6 +470,10 @@ class Servers(ABC):
 class BlockingServers(Servers):
     """The servers of a blocking client. Any thread may use them. gRPC's threads report the states of the channels."""
 
+    # With gRPC's own retries a blocking call for a stream may never end if its connection closes as it begins: neither
+    # its deadline nor a cancellation ends it (seen with grpcio 1.76 to 1.85, once in 50 such calls).
+    _CHANNEL_OPTIONS: ClassVar[ChannelOptions] = {"grpc.enable_retries": 0}
+
     def take_when_ready(
         self,
         beginnings: Beginnings = NO_BEGINNINGS,
@@ -510,8 +512,8 @@ class BlockingServers(Servers):
 
     def _open_channel(self, target: str) -> grpc.Channel:
         if self._credentials is None:
-            return grpc.insecure_channel(target, [*self._options, _NO_RETRIES])
-        return grpc.secure_channel(target, self._credentials, [*self._options, _NO_RETRIES])
+            return grpc.insecure_channel(target, self._options)
+        return grpc.secure_channel(target, self._credentials, self._options)
 
     def _close_channel(self, server: Server) -> None:
         def close() -> None:
@@ -670,8 +672,8 @@ def _stop_following(servers: Sequence[Server]) -> None:
 
 
 def _is_polled(channel: Any) -> bool:
-    """Returns whether a thread of gRPC asks for the state of a blocking channel."""
-    return bool(getattr(getattr(channel, "_connectivity_state", None), "polling", False))
+    """Returns whether a thread of gRPC asks for the state of a blocking channel. If it cannot be known, one does."""
+    return bool(getattr(getattr(channel, "_connectivity_state", None), "polling", True))
 
 
 def _ask_to_connect(channel: grpc.Channel) -> None:

@@ -147,11 +147,15 @@ class ChatTemplate:
         self._writes_system = self._writes(form, *_TRIALS["system"])
         self._takes_turns = frozenset(
             role
-            for role, trial in (("user", [_USER, _USER]), ("assistant", [_USER, _ASSISTANT, _ASSISTANT, _USER]))
+            for role, trial in (
+                ("system", [_SYSTEM, _SYSTEM, _USER]),
+                ("user", [_USER, _USER]),
+                ("assistant", [_USER, _ASSISTANT, _ASSISTANT, _USER]),
+            )
             if not self._writes(form, *trial)
         )
         """The roles of which the template takes no two messages in a row."""
-        self._writes_later_system = self._writes(form, _SYSTEM, _SYSTEM, _USER, _ASSISTANT, _SYSTEM, _USER)
+        self._writes_later_system = self._writes(form, _SYSTEM, _USER, _ASSISTANT, _SYSTEM, _USER)
 
     def render(
         self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS, *, max_chars: int = _MAX_CHARS

@@ -143,6 +143,8 @@ class ResultTaker:
         but those before count.
         """
         results, lost = step.results(), list[LostRow]()
+        if not results.are_invalid.any():
+            return results, lost
         are_cut = np.zeros_like(are_held)
         for i in (are_held & results.are_invalid & (results.num_sound > 0)).nonzero()[0].tolist():
             req, sound = step.reqs[i], results.token_ids[i, : results.num_sound[i]]

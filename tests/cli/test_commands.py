@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import socketserver
 import subprocess
@@ -175,6 +176,7 @@ class Terminal:
     def read_until(self, words: str) -> str:
         """Returns the output since the last call, up to these words."""
         while words.encode() not in self._shown:
+            assert select.select([self._terminal], [], [], BOUND_S)[0], f"nothing more came after {self._shown!r}"
             try:
                 part = os.read(self._terminal, 4096)
             except OSError:  # Linux raises it for a terminal whose last process has ended

@@ -600,6 +600,19 @@ def test_a_template_of_one_system_message_gets_the_words_of_all_there(source: st
     assert rendered(CHATML, USER, SYSTEM) == "<user>hi<system>be kind"
 
 
+NO_TWO_SYSTEMS = each(
+    "{% if m.role == 'system' and loop.previtem and loop.previtem.role == 'system' %}{{ raise_exception('two') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}"
+)
+
+
+def test_a_later_system_message_keeps_its_place_where_only_two_in_a_row_are_refused() -> None:
+    late = ChatMessage("system", "be brief")
+    chat = [SYSTEM, late, USER, ASSISTANT, late, USER]
+    joined = "<system>be kind\nbe brief<user>hi<assistant>yes<system>be brief<user>hi"
+    assert rendered(NO_TWO_SYSTEMS, *chat) == joined
+
+
 IN_TURN = (
     "{% set talk = messages | rejectattr('role', 'equalto', 'system') | list %}"
     "{% for m in talk %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
