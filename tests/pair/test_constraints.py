@@ -19,6 +19,7 @@ from common.grammar.reasoning import Markers, OutputPart, Reasoning
 from common.grammar.reasoning_matcher import MarkerTokens, ReasoningMatcher, TokenTexts
 from common.sampling.params import ResolvedSampling
 from common.telemetry.stats import SpeculationCounts
+from common.text.grammars import Work
 from common.text.tokenizer import TextTokenizer
 from decode_service.schedule import grammars
 from tests.pair.constraints import (
@@ -38,6 +39,12 @@ from tests.support.models import END_ID, SMALL_VOCAB_SIZE
 from tests.support.pair import InProcessPair, MakePair, NewMatcher, Outcome, PairOptions, grammars_of
 
 thorough = pytest.mark.thorough
+
+
+@pytest.fixture(autouse=True)
+def masks_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine takes longer than masks may, and then forces nothing."""
+    monkeypatch.setattr(Work, "is_too_much", False)
 
 
 @pytest.fixture(scope="module")
