@@ -471,7 +471,7 @@ class BlockingServers(Servers):
     """The servers of a blocking client. Any thread may use them. gRPC's threads report the states of the channels."""
 
     # With gRPC's own retries a blocking call for a stream may never end if its connection closes as it begins: neither
-    # its deadline nor a cancellation ends it (seen with grpcio 1.76 to 1.85, once in 50 such calls).
+    # its deadline nor a cancellation ends it (seen with grpcio 1.76 to 1.85, once in 50 on a busy machine).
     _CHANNEL_OPTIONS: ClassVar[ChannelOptions] = {"grpc.enable_retries": 0}
 
     def take_when_ready(

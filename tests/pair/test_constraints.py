@@ -399,9 +399,11 @@ def test_a_request_that_cannot_go_on_fails_alone(
     assert max(engine.load().slots.cached for engine in (pair.decode, pair.prefill)) > 0
 
 
-def test_a_request_that_cannot_go_on_after_accepted_drafts_fails_too(
-    make_pair: MakePair, leaning: Drafted, free: list[list[int]]
+@pytest.mark.parametrize("ends_by", [None, "max_tokens", "stop_token_ids"])
+def test_where_drafts_find_no_token_allowed_those_before_are_delivered(
+    ends_by: str | None, make_pair: MakePair, leaning: Drafted, free: list[list[int]]
 ) -> None:
+    """If the output ends there, nothing need be allowed after it. Otherwise the request fails, as without drafts."""
     pair = make_pair(leaning.target, PairOptions(), draft=leaning.head)
     expected = {}
     for number, (prompt, output) in enumerate(zip(PROMPTS, free, strict=True)):
@@ -411,34 +413,15 @@ def test_a_request_that_cannot_go_on_after_accepted_drafts_fails_too(
             rules = TokenRules(allowed, tuple((output[end], token_id) for token_id in allowed))
             name = f"{number} {end}"
             expected[name] = output[: end + 1]
-            pair.submit(name, prompt, Constraint(rules=rules).sampling(0))
+            limits: dict[str | None, Any] = {"max_tokens": end + 1, "stop_token_ids": (output[end],)}
+            limit = {} if ends_by is None else {ends_by: limits[ends_by]}
+            pair.submit(name, prompt, Constraint(rules=rules).sampling(0, **limit))
     pair.run()
     assert len(expected) > 10
     for name, outcome in pair.outcomes.items():
-        assert isinstance(outcome.error, InvalidRequest), (name, outcome.error)
-        assert outcome.token_ids == expected[name], "what came before is delivered, as without drafts"
-
-
-@pytest.mark.parametrize("ends_by", ["max_tokens", "stop_token_ids"])
-def test_nothing_need_be_allowed_after_the_last_token(
-    ends_by: str, make_pair: MakePair, leaning: Drafted, free: list[list[int]]
-) -> None:
-    """Drafts may go past an output's end, where its rules allow no token."""
-    pair = make_pair(leaning.target, PairOptions(), draft=leaning.head)
-    expected = {}
-    for number, (prompt, output) in enumerate(zip(PROMPTS, free, strict=True)):
-        ends = [place for place in range(4, len(output) - 1) if output[place] not in output[:place]]
-        for end in ends[:3]:
-            allowed = tuple(sorted(set(output)))
-            rules = TokenRules(allowed, tuple((output[end], token_id) for token_id in allowed))
-            name = f"{number} {end}"
-            expected[name] = output[: end + 1]
-            limit = {"max_tokens": end + 1, "stop_token_ids": (output[end],)}[ends_by]
-            pair.submit(name, prompt, Constraint(rules=rules).sampling(0, **{ends_by: limit}))
-    pair.run()
-    assert len(expected) > 10
-    for name, outcome in pair.outcomes.items():
-        assert (outcome.error, outcome.token_ids) == (None, expected[name]), name
+        assert isinstance(outcome.error, InvalidRequest) == (ends_by is None), (name, outcome.error)
+        assert (outcome.finished is None) == (ends_by is None)
+        assert outcome.token_ids == expected[name], name
 
 
 class LimitedMatcher(WrongMatcher):
