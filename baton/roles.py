@@ -72,8 +72,8 @@ class RoleClient:
     """Asks the service at `address` for its role and its load, and changes its role. Blocking; use it as a context
     manager.
 
-    Each call may take `timeout_s`. `other_token` is shown where `token` is refused, for a process that takes other
-    tokens in its other role.
+    Each RPC may take `timeout_s`; `change` makes several. `other_token` is shown where `token` is refused, for a
+    process that takes other tokens in its other role.
     """
 
     def __init__(

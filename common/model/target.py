@@ -117,10 +117,10 @@ class TargetShape:
     """The sizes of a model, and what else is known of it besides its weights.
 
     `layer_group` is the shape of the KV of layers that attend all tokens, and `windows` are the layers that attend a
-    window. `kv_heads` are the KV heads of each rank, in each layer group. `max_context_tokens` is the longest context
-    that is served, and `rotation` names the rotation that it chose (see rotation.py). `num_positions` is None if the
-    model computes its rotation at any position; otherwise it may look positions up in a table, which has that many
-    rows. `eos_token_ids` are the ids that end the model's output.
+    window. `kv_heads[g][r]` are the KV heads of rank r in layer group g, `layer_group` first. `max_context_tokens` is
+    the longest context that is served, and `rotation` names the rotation that follows from it (see rotation.py), "" if
+    none does. `num_positions` is None if the model computes its rotation at any position; otherwise it may look
+    positions up in a table, which has that many rows. `eos_token_ids` are the ids that end the model's output.
     """
 
     layer_group: LayerGroupSpec

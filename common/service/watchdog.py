@@ -108,8 +108,8 @@ class Watchdog:
 
     @property
     def lost(self) -> EngineLost | None:
-        """Why the engine can no longer serve: it died, its device failed, or it stalled for too long. None while it
-        can.
+        """Why the engine can no longer serve: it died or cannot be watched, its device or another rank failed, or it
+        stalled for too long. None while it can.
         """
         return self._lost
 

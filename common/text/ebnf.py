@@ -96,10 +96,7 @@ _Node = _Literal | _OneOf | _Reference | _Sequence | _Alternatives | _Repeated
 
 
 def ebnf_to_lark(text: str) -> str:
-    """Returns the same grammar in Lark. Its length, and the time that this takes, grow in proportion to the text.
-
-    Raises EbnfRefused.
-    """
+    """Returns the same grammar in Lark. Raises EbnfRefused if the text is no such grammar, or takes too many steps."""
     rules = _Parser(text).rules()
     if "root" not in rules:
         raise EbnfRefused("there is no rule root")

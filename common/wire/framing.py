@@ -132,7 +132,7 @@ def _parsed(kind: type[MessageT], data: bytes, most_fields: int) -> MessageT:
 def _require_own_version(message: MessageT) -> None:
     """Raises FingerprintMismatch if the message has another protocol version than ours.
 
-    A message without a version passes: only the first message of a call in each direction has one. The field is the
+    A message without a fingerprint passes: only the first message of a call in each direction has one. The field is the
     same in every version.
     """
     if isinstance(message, prefill_pb2.HandoffCommand):

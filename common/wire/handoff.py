@@ -96,7 +96,9 @@ class HandoffRow:
 
     @property
     def most_fields(self) -> int:
-        """The most protobuf fields of the row's message: one for each choice, which commas part, two for a sequence."""
+        """The most protobuf fields that the row's message has: two for each forbidden sequence of tokens, one for each
+        text of a CHOICE grammar (commas part them, and those within a text are counted too), and a bound of the rest.
+        """
         sampling, rules = self.sampling, self.sampling.token_rules or TokenRules()
         num_choices = 0
         if sampling.grammar is not None and sampling.grammar.kind is GrammarKind.CHOICE:

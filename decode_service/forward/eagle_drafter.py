@@ -188,7 +188,7 @@ class HeadDrafter(Drafter):
         return seed.columns() if num_seeded else {}
 
     def _accepted(self, batch: ForwardBatch, reading: Reading, verified: Verified, captured: Tensor) -> UnreadTokens:
-        """Returns the head's input after a step with drafts: the step's own tokens, of which `last` marks the last
+        """Returns the head's input after a step with drafts: all tokens of the step, with the index of each row's last
         accepted one.
         """
         assert not reading.unread.num_tokens.any(), "a step that drafts has seeds, so the head has read everything"

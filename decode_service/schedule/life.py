@@ -70,9 +70,9 @@ RULES: Mapping[Phase, RequestRule] = {
 class Lives(Lifecycle[Request, Phase]):
     """Holds every live request and moves it from phase to phase. Only the engine thread calls it.
 
-    It is the only writer of a request's seconds. `requests` has all live requests by id, `holding` those that hold a
-    row, and `bringing_kv` those whose prompt's KV is on its way. `clock` is the engine's (monotonic seconds); `post`
-    takes events for the edge.
+    It alone writes `Request.seconds`, how long the request spent in which phases. `requests` has all live requests by
+    id, `holding` those that hold a row, and `bringing_kv` those whose prompt's KV is on its way. `clock` is the
+    engine's (monotonic seconds); `post` takes events for the edge.
     """
 
     def __init__(

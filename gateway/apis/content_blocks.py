@@ -188,7 +188,7 @@ class BlockWriter:
         self._is_open = False
 
     def add(self, parts: Iterable[OutputEvent]) -> list[dict[str, Any]]:
-        """Returns the events of more parts of the output."""
+        """Takes more parts of the output. Returns the stream's events for them."""
         events: list[dict[str, Any]] = []
         for part in parts:
             match part:
