@@ -31,7 +31,7 @@ NPM_PACKAGES = (
     "ai@7.0.173",
     "@ai-sdk/openai@4.0.118",
     "@ai-sdk/openai-compatible@3.0.92",
-    "@anthropic-ai/sdk@1.14.0",
+    "@anthropic-ai/sdk@1.15.0",
     "@openai/codex@0.171.0",
     "jsdom@31.0.1",
 )
