@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, WithJsonSchema
 
 from common.rpc.server_bounds import MAX_REQUEST_FIELDS
 from common.text.chat_messages import ChatMessage
-from gateway.errors import ApiError, invalid, not_served
+from gateway.errors import ApiError, invalid, not_served, shown
 
 MAX_MESSAGES = MAX_REQUEST_FIELDS // 2
 """The most messages in a request. Each has at least two fields in the gRPC request, whose
@@ -49,7 +49,7 @@ def at_most(num: int) -> BeforeValidator:
 
     def check(entries: Any) -> Any:
         if isinstance(entries, list | dict) and len(entries) > num:
-            raise ValueError(f"more than {num}")
+            raise ValueError(f"{len(entries)} are more than {num}")
         return entries
 
     return BeforeValidator(check)
@@ -170,5 +170,6 @@ def kind_not_served(place: str, kind: Any, but: str) -> ApiError:
     """Returns the error for a `type` that is not supported. `but` names what is supported."""
     if kind is None:
         return invalid(place, f"is missing: {but}")
-    named = kind if isinstance(kind, str) and re.fullmatch("[a-z_0-9]{1,32}", kind) else "this type"
+    is_word = isinstance(kind, str) and re.fullmatch("[a-z_0-9]{1,32}", kind)
+    named = kind if is_word else shown(kind) or "this type"
     return invalid(place, f"{named} is not served, {but}", code="unsupported_parameter")

@@ -107,6 +107,9 @@ An endpoint may add fields through `asks_for_nothing`.
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}
 """Unsupported list fields, each with the name of another field. They are accepted if that one is "none"."""
 
+_OF_WORDS = ("literal_error", "int_type", "float_type", "bool_type")
+"""Pydantic's errors for fields that take a number, or one of a few words."""
+
 _NEWER = {"functions": "tools", "function_call": "tool_choice"}
 """OpenAI's older names of fields."""
 
@@ -115,6 +118,9 @@ def _as_list(value: Any) -> Any:
     """Turns the `stop` field into a list. An empty string counts as absent."""
     if isinstance(value, str):
         return [value] if value else []
+    if not isinstance(value, list):
+        sent = shown(value)
+        raise ValueError(f"must be a string or a list of strings{f', not {sent}' if sent else ''}")
     return value
 
 
@@ -123,7 +129,7 @@ _TEXTS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items"
 
 def _bounded(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS_ENTRIES:
-        raise ValueError(f"more than {MAX_LOGIT_BIAS_ENTRIES} entries")
+        raise ValueError(f"{len(value)} entries are more than {MAX_LOGIT_BIAS_ENTRIES}")
     return value
 
 
@@ -283,7 +289,7 @@ def parse_fields(body: bytes, kind: type[FieldsT]) -> FieldsT:
     if not isinstance(values, dict):
         raise invalid(None, "the body is not a JSON object", code="invalid_json")
     if len(values) > MAX_FIELDS:
-        raise invalid(None, f"more than {MAX_FIELDS} fields")
+        raise invalid(None, f"{len(values)} fields are more than {MAX_FIELDS}")
     may_lack_a_number = b"NaN" in body or b"Infinity" in body or any(each.search(body) for each in _MAY_BE_INFINITE)
     if may_lack_a_number and (place := _place_of_infinite(values)) is not None:
         raise invalid(_path(place), "is a number that JSON lacks, or larger than any double")
@@ -424,8 +430,9 @@ def _api_error(error: ValidationError, values: Mapping[str, Any]) -> ApiError:
         case _:
             message = str(first["msg"]).removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
-            is_text = isinstance(first["input"], str)  # which might be a prompt, except where a few words are allowed
-            if message.startswith("input should be") and (not is_text or first["type"] == "literal_error"):
+            takes_words = first["type"] in _OF_WORDS and isinstance(first["loc"][-1], str)
+            is_text = isinstance(first["input"], str) and not takes_words  # and might be a prompt
+            if message.startswith("input should be") and not is_text:
                 message += f", not {value}" if (value := shown(_sent(first["input"], first["loc"], values))) else ""
     return invalid(param, message)
 

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
-from common.text.chat_messages import Tool, ToolChoice
+from common.text.chat_messages import Tool, ToolChoice, no_tool
 from gateway.conversation import kind_not_served, refuse_other_fields
-from gateway.errors import invalid, none_of, not_served
+from gateway.errors import invalid, none_of, not_served, shown
 
 _NAME = re.compile("[a-zA-Z0-9_-]+")
 _NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": False}
@@ -100,7 +100,7 @@ def tool_names(tools: Sequence[Tool], inner: str = "") -> Sequence[str]:
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise invalid(f"tools[{index}]{inner}.name", "is another tool's too")
+            raise invalid(f"tools[{index}]{inner}.name", f"{name!r} is another tool's too")
     return names
 
 
@@ -205,15 +205,11 @@ def _chosen(place: str, choice: Any, names: Sequence[str], *, is_flat: bool) -> 
     raise invalid(place, f"must be {form}")
 
 
-def no_tool(name: str, names: Sequence[str]) -> str:
-    """Returns the error message for a name that no tool of the request has."""
-    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    return f"{name[:64]!r} is no tool's name, {shown} {'is' if len(names) == 1 else 'are'}"
-
-
 def _name(place: str, name: Any, max_chars: int) -> str:
     if name is None:
         raise invalid(place, "is required", code="missing_required_parameter")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > max_chars:
-        raise invalid(place, f"must be 1 to {max_chars} letters, digits, underscores and hyphens")
+        sent = shown(name) or (f"{len(name)} characters" if isinstance(name, str) else "")
+        allowed = f"1 to {max_chars} letters, digits, underscores and hyphens"
+        raise invalid(place, f"must be {allowed}{f', not {sent}' if sent else ''}")
     return name

@@ -86,6 +86,12 @@ class ToolChoice:
     parallel: bool = True
 
 
+def no_tool(name: str, names: Sequence[str]) -> str:
+    """Returns the error message for a name in a choice that no tool of the request has; `names` are those they have."""
+    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    return f"{name[:64]!r} is no tool's name, {shown} {'is' if len(names) == 1 else 'are'}"
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
     """The values that a chat template gets besides the messages.

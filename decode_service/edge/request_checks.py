@@ -25,6 +25,7 @@ from common.text.chat_messages import (
     ToolCall,
     ToolChoice,
     json_object,
+    no_tool,
 )
 from common.text.output_formats import HERMES
 from common.text.tool_grammars import ToolGrammars
@@ -264,7 +265,8 @@ def _tenant(request: inference_pb2.GenerateRequest) -> str | None:
 
 def _cache_salt(request: inference_pb2.GenerateRequest) -> str | None:
     if request.HasField("cache_salt") and not 1 <= len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
-        raise InvalidRequest("cache_salt", f"must be 1 to {MAX_CACHE_SALT_CHARS} characters")
+        num_chars = len(request.cache_salt)
+        raise InvalidRequest("cache_salt", f"has {num_chars} characters, must have 1 to {MAX_CACHE_SALT_CHARS}")
     caches = request.cache_prompt if request.HasField("cache_prompt") else True
     return request.cache_salt if caches else None
 
@@ -310,7 +312,7 @@ def _chat(chat: inference_pb2.Chat) -> ChatPrompt:
 
 def _chat_options(chat: inference_pb2.Chat) -> TemplateOptions:
     if len(chat.tools) > MAX_TOOLS:
-        raise InvalidRequest("chat.tools", f"more than {MAX_TOOLS}")
+        raise InvalidRequest("chat.tools", f"{len(chat.tools)} are more than {MAX_TOOLS}")
     kwargs = chat.chat_template_kwargs
     tools = tuple(Tool(each.name, each.description, each.parameters, each.strict) for each in chat.tools)
     for field, num_chars in (
@@ -324,9 +326,11 @@ def _chat_options(chat: inference_pb2.Chat) -> TemplateOptions:
     for index, tool in enumerate(tools):
         place = f"chat.tools[{index}]"
         if not _TOOL_NAME.fullmatch(tool.name):
-            raise InvalidRequest(f"{place}.name", "must be 1 to 256 letters, digits, and characters of _.:/-")
+            allowed = "1 to 256 letters, digits, and characters of _.:/-"
+            sent = repr(tool.name) if len(tool.name) <= MAX_TOOL_NAME_CHARS else f"{len(tool.name)} characters"
+            raise InvalidRequest(f"{place}.name", f"must be {allowed}, not {sent}")
         if any(tool.name == other.name for other in tools[:index]):
-            raise InvalidRequest(f"{place}.name", "is another tool's too")
+            raise InvalidRequest(f"{place}.name", f"{tool.name!r} is another tool's too")
         if tool.parameters and json_object(tool.parameters) is None:
             raise InvalidRequest(f"{place}.parameters", NO_OBJECT)
         if tool.schema.get("type", "object") != "object":
@@ -339,10 +343,10 @@ def _chat_options(chat: inference_pb2.Chat) -> TemplateOptions:
 
 
 def _tool_choice(choice: inference_pb2.ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
-    names = {tool.name for tool in tools}
+    names = [tool.name for tool in tools]
     for index, name in enumerate(choice.names):
         if name not in names:
-            raise InvalidRequest(f"chat.tool_choice.names[{index}]", "is no tool's name")
+            raise InvalidRequest(f"chat.tool_choice.names[{index}]", no_tool(name, names))
     return ToolChoice(
         required=choice.required,
         names=tuple(choice.names),
@@ -371,7 +375,8 @@ def _message(place: str, message: inference_pb2.ChatMessage) -> ChatMessage:
     if message.reasoning and message.role != "assistant":
         raise InvalidRequest(f"{place}.reasoning", "is an assistant's alone")
     if len(message.tool_calls) > MAX_TOOL_CALLS:
-        raise InvalidRequest(f"{place}.tool_calls", f"more than {MAX_TOOL_CALLS}")
+        num_calls = len(message.tool_calls)
+        raise InvalidRequest(f"{place}.tool_calls", f"{num_calls} calls are more than {MAX_TOOL_CALLS}")
     for field in ("tool_call_id", "name"):
         value = getattr(message, field)
         if value and message.role != "tool":
@@ -397,7 +402,7 @@ def _tool_call(place: str, call: inference_pb2.ToolCall) -> ToolCall:
 
 def _check_name(place: str, name: str) -> None:
     if len(name) > MAX_TOOL_NAME_CHARS:
-        raise InvalidRequest(place, f"has more than {MAX_TOOL_NAME_CHARS} characters")
+        raise InvalidRequest(place, f"has {len(name)} characters, more than {MAX_TOOL_NAME_CHARS}")
 
 
 def _in_order_of_calls(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
@@ -422,15 +427,15 @@ def _answers(calls: Sequence[ToolCall], answers: Sequence[ChatMessage], first: i
         return answers
     waiting = {call.id: number for number, call in enumerate(calls)}
     if len(waiting) < len(calls):
-        raise InvalidRequest(f"chat.messages[{first - 1}].tool_calls", "several have the same id")
+        ids = [call.id for call in calls]
+        twice = next(call_id for call_id in ids if ids.count(call_id) > 1)
+        raise InvalidRequest(f"chat.messages[{first - 1}].tool_calls", f"several have the id {twice!r}")
     answered: dict[int, ChatMessage] = {}
     for index, answer in enumerate(answers, first):
         number = waiting.pop(answer.tool_call_id, None)
         if number is None:
-            raise InvalidRequest(
-                f"chat.messages[{index}].tool_call_id",
-                "is of no call in the assistant's message before it, or of one that is answered",
-            )
+            which = "is of no call in the assistant's message before it, or of one that is answered"
+            raise InvalidRequest(f"chat.messages[{index}].tool_call_id", f"{answer.tool_call_id!r} {which}")
         answered[number] = replace(answer, name=answer.name or calls[number].name)
     if answered and waiting:
         raise InvalidRequest(

@@ -137,7 +137,8 @@ def _check_lengths(field: str, texts: Sequence[str], *, least: int, most: int) -
 
 def _shown_special_tokens(names: Sequence[str]) -> tuple[str, ...]:
     if len(names) > MAX_SHOWN_SPECIAL_TOKENS:
-        raise InvalidRequest("sampling.shown_special_tokens", f"more than {MAX_SHOWN_SPECIAL_TOKENS} names")
+        too_many = f"{len(names)} names are more than {MAX_SHOWN_SPECIAL_TOKENS}"
+        raise InvalidRequest("sampling.shown_special_tokens", too_many)
     _check_lengths("sampling.shown_special_tokens", names, least=0, most=MAX_SHOWN_CHARS)
     return tuple(names)
 
@@ -150,21 +151,22 @@ def _bad_words(bad_words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _token_rules(params: types_pb2.SamplingParams, vocab_size: int) -> TokenRules | None:
-    if len(params.allowed_token_ids) > vocab_size:
-        raise InvalidRequest("sampling.allowed_token_ids", f"more than the vocabulary of {vocab_size}")
+    if (num_ids := len(params.allowed_token_ids)) > vocab_size:
+        too_many = f"{num_ids} ids are more than the vocabulary of {vocab_size}"
+        raise InvalidRequest("sampling.allowed_token_ids", too_many)
     allowed_ids = check_token_ids("sampling.allowed_token_ids", params.allowed_token_ids, vocab_size)
     return TokenRules(tuple(sorted(set(allowed_ids)))) if allowed_ids else None
 
 
 def _stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int, num_eos: int) -> tuple[int, ...]:
-    if len(params.stop_token_ids) + num_eos > MAX_END_TOKEN_IDS:
-        raise InvalidRequest("sampling.stop_token_ids", f"more than {MAX_END_TOKEN_IDS - num_eos} ids")
+    if (num_ids := len(params.stop_token_ids)) > (most := MAX_END_TOKEN_IDS - num_eos):
+        raise InvalidRequest("sampling.stop_token_ids", f"{num_ids} ids are more than {most}")
     return tuple(dict.fromkeys(check_token_ids("sampling.stop_token_ids", params.stop_token_ids, vocab_size)))
 
 
 def _logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if len(params.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
-        raise InvalidRequest("sampling.logit_bias", f"more than {MAX_LOGIT_BIAS_ENTRIES} entries")
+    if (num_entries := len(params.logit_bias)) > MAX_LOGIT_BIAS_ENTRIES:
+        raise InvalidRequest("sampling.logit_bias", f"{num_entries} entries are more than {MAX_LOGIT_BIAS_ENTRIES}")
     for token_id, value in params.logit_bias.items():
         if token_id >= vocab_size:
             raise InvalidRequest("sampling.logit_bias", f"id {token_id} is not in the vocabulary of {vocab_size}")

@@ -304,7 +304,8 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
     if fields.max_completion_tokens is None:
         return fields.max_tokens, "max_tokens"
     if fields.max_tokens not in (None, fields.max_completion_tokens):
-        raise invalid("max_tokens", "differs from max_completion_tokens, its other name")
+        both = f"{fields.max_tokens} differs from {fields.max_completion_tokens}"
+        raise invalid("max_tokens", f"{both} of max_completion_tokens, its other name")
     return fields.max_completion_tokens, "max_completion_tokens"
 
 
@@ -330,8 +331,8 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage | None:
             name="" if name is None else string(f"{place}.name", name),
         )
     # Checked, but not passed on, because chat templates do not receive it.
-    if name is not None and not (isinstance(name, str) and len(name) <= _MAX_NAME_CHARS):
-        raise invalid(f"{place}.name", f"must be a string of at most {_MAX_NAME_CHARS} characters")
+    if name is not None and len(string(f"{place}.name", name)) > _MAX_NAME_CHARS:
+        raise invalid(f"{place}.name", f"has {len(name)} characters, more than {_MAX_NAME_CHARS}")
     if role == "assistant":
         calls = _tool_calls(f"{place}.tool_calls", message.get("tool_calls"))
         said = _said_by_assistant(place, message, has_calls=bool(calls))
@@ -364,7 +365,7 @@ def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:
     if not isinstance(calls, list):
         raise invalid(place, "must be a list of calls")
     if len(calls) > MAX_TOOL_CALLS:
-        raise invalid(place, f"more than {MAX_TOOL_CALLS}")
+        raise invalid(place, f"{len(calls)} calls are more than {MAX_TOOL_CALLS}")
     return tuple(_tool_call(f"{place}[{number}]", call) for number, call in enumerate(calls))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, WithJsonSchema, model_validator
 
 from baton.events import Delta, Event, Finished, FinishReason
-from common.text.chat_messages import Tool, ToolChoice
+from common.text.chat_messages import Tool, ToolChoice, no_tool
 from gateway.apis.api import Admitted, Api
 from gateway.apis.chat import Messages
 from gateway.apis.content_blocks import ROLES, BlockWriter, chat_of, content_of
@@ -29,7 +29,7 @@ from gateway.plan import ChatInput, Plan
 from gateway.reasoning import Effort, ReasoningFields, Thinking, effort_wish
 from gateway.request_record import MESSAGES_PATH
 from gateway.sending import ServerEvent
-from gateway.tools import ToolUse, function_schema, no_tool, parse_function, tool_names, tools_schema
+from gateway.tools import ToolUse, function_schema, parse_function, tool_names, tools_schema
 
 _MAX_NAME_CHARS = 128
 _TOOL_HINTS = frozenset({"type", "cache_control", "eager_input_streaming"})

@@ -130,9 +130,9 @@ class ResponseStreamOptions(StrictFields):
 def _check_metadata(metadata: dict[str, str]) -> dict[str, str]:
     for name, value in metadata.items():
         if len(name) > _MAX_METADATA_NAME_CHARS:
-            raise ValueError(f"has a name of more than {_MAX_METADATA_NAME_CHARS} characters")
+            raise ValueError(f"has a name of {len(name)} characters, more than {_MAX_METADATA_NAME_CHARS}")
         if len(value) > _MAX_METADATA_VALUE_CHARS:
-            raise ValueError(f"{name!r} has more than {_MAX_METADATA_VALUE_CHARS} characters")
+            raise ValueError(f"{name!r} has {len(value)} characters, more than {_MAX_METADATA_VALUE_CHARS}")
     return metadata
 
 
@@ -307,6 +307,8 @@ def _kind(place: str, item: Any) -> str:
         raise kind_not_served(f"{place}.type", kind, f"{', '.join(_FIELDS_OF_ITEMS)} are")
     refuse_other_fields(place, item, names)
     role = item.get("role")
+    if kind == "message" and role is None:
+        raise invalid(f"{place}.role", "is required", code="missing_required_parameter")
     if kind == "message" and not (isinstance(role, str) and role in _ROLES):
         raise none_of(f"{place}.role", role, _ROLES)
     assert isinstance(kind, str)

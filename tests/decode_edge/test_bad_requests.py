@@ -155,6 +155,28 @@ def test_wrong_options_of_a_chat_are_refused_by_name(field: str, fields: dict[st
     assert refused_field(chat={"messages": TALK, **fields}) == f"chat.{field}"
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"tools": [TOOL], "tool_choice": {"names": ["f", "g"]}},
+            "chat.tool_choice.names[1]: 'g' is no tool's name, 'f' is",
+        ),
+        ({"tools": [TOOL, TOOL]}, "chat.tools[1].name: 'f' is another tool's too"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "chat.tools[0].name: must be 1 to 256 letters, digits, and characters"),
+        ({"messages": [calling(call("x"), call("x"))]}, "chat.messages[0].tool_calls: several have the id 'x'"),
+        (
+            {"messages": [calling(call("x", "f" * 257))]},
+            "chat.messages[0].tool_calls[0].name: has 257 characters, more than 256",
+        ),
+    ],
+)
+def test_words_about_a_chat_name_what_was_sent_and_what_would_do(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        check(chat={"messages": TALK, **fields})
+    assert str(refusal.value).startswith(words)
+
+
 def test_an_output_whose_calls_must_fit_does_not_ignore_its_end() -> None:
     chat = {"messages": TALK, "tools": [TOOL], "tool_choice": {"required": True}}
     assert check(chat=chat).grammar is not None

@@ -408,6 +408,37 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
             'messages[0].role: "bot" is none of system, developer, user, assistant, tool',
         ),
         (CHAT, {"n": 0}, "n: input should be greater than or equal to 1, not 0"),
+        (CHAT, {"temperature": "0.7"}, 'temperature: input should be a valid number, not "0.7"'),
+        (CHAT, {"stop_token_ids": ["a"]}, "stop_token_ids[0]: input should be a valid integer"),
+        (CHAT, {"stop": 7}, "stop: must be a string or a list of strings, not 7"),
+        (CHAT, {"stop_token_ids": [5] * 70}, "stop_token_ids: 70 ids are more than 63"),
+        (CHAT, {"logit_bias": dict.fromkeys(map(str, range(513)), 1)}, "logit_bias: 513 entries are more than 512"),
+        (CHAT, {"cache_salt": "x" * 129}, "cache_salt: has 129 characters, must have 1 to 128"),
+        (
+            CHAT,
+            {"max_tokens": 2, "max_completion_tokens": 3},
+            "max_tokens: 2 differs from 3 of max_completion_tokens, its other name",
+        ),
+        (CHAT, {"tools": [TOOL] * 129}, "tools: 129 are more than 128"),
+        (CHAT, {"tools": [TOOL, TOOL]}, "tools[1].function.name: 'f' is another tool's too"),
+        (
+            CHAT,
+            tool(name="a b"),
+            'tools[0].function.name: must be 1 to 64 letters, digits, underscores and hyphens, not "a b"',
+        ),
+        (
+            CHAT,
+            tool(name="f" * 70),
+            "tools[0].function.name: must be 1 to 64 letters, digits, underscores and hyphens, not 70 characters",
+        ),
+        (CHAT, part([{"type": "Text"}]), 'messages[0].content[0]: "Text" is not served, text is'),
+        (CHAT, calls([CALL] * 129), "messages[1].tool_calls: 129 calls are more than 128"),
+        (
+            CHAT,
+            calls([CALL], {"role": "tool", "tool_call_id": "y", "content": "7"}),
+            "messages[2].tool_call_id: 'y' is of no call in the assistant's message before it, "
+            "or of one that is answered",
+        ),
         (CHAT, {"stop": ["x", "y" * 70, 7]}, "stop[2]: input should be a valid string, not 7"),
         (CHAT, {"messages": "a prompt"}, "messages: input should be a valid list"),
         (
@@ -443,6 +474,12 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
             'include[0]: is not served, "message.output_text.logprobs" and "reasoning.encrypted_content" are',
         ),
         ("/v1/responses", {"input": ""}, "input: is empty"),
+        ("/v1/responses", {"input": [{"type": "message", "content": "a"}]}, "input[0].role: is required"),
+        (
+            "/v1/responses",
+            {"input": "hi", "metadata": {"a": "b" * 513}},
+            "metadata: 'a' has 513 characters, more than 512",
+        ),
         (
             "/v1/responses",
             {"input": [{}]},
