@@ -338,7 +338,7 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage | None:
         said = _said_by_assistant(place, message, has_calls=bool(calls))
         names = ("reasoning_content", "reasoning")  # two names of one thing
         reasoning = [string(f"{place}.{name}", message[name]) for name in names if message.get(name) is not None]
-        return ChatMessage(role, said, calls, reasoning=reasoning[0] if reasoning else "")
+        return ChatMessage(role, said, calls, reasoning=next(filter(None, reasoning), ""))
     role, said = _ROLES[role], text_of(f"{place}.content", message.get("content"), _TEXT)
     return system_message(said) if role == "system" else ChatMessage(role, said)
 

@@ -134,9 +134,11 @@ def test_an_assistant_s_calls_are_part_of_what_it_said(message: dict[str, Any], 
     assert prompt.num_bytes > sum(map(len, ('{"a": 1}', "add", "add", "x", "y", "x", "y", "sum", expected)))
 
 
+@pytest.mark.parametrize("other", ["", None])
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_an_assistant_s_reasoning_has_two_names(name: str) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "So.", name: "Hm."}, MESSAGES[-1]]
+def test_an_assistant_s_reasoning_has_two_names(name: str, other: str | None) -> None:
+    said = {"reasoning": other, "reasoning_content": other, name: "Hm."}
+    messages = [*MESSAGES, {"role": "assistant", "content": "So.", **said}, MESSAGES[-1]]
     (prompt,) = parse_chat(json.dumps({"model": "tiny", "messages": messages}).encode()).prompts
     assert isinstance(prompt, ChatInput)
     assert prompt.messages[len(MESSAGES)] == ChatMessage("assistant", "So.", reasoning="Hm.")
