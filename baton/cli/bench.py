@@ -86,7 +86,8 @@ async def _measure(
 ) -> list[LoadReport]:
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(AsyncClient(address, tls=tls, token=token)) for address in addresses]
-        vocab_size = (await clients[0].model_info()).vocab_size
+        with options.naming(addresses[0]):
+            vocab_size = (await clients[0].model_info()).vocab_size
         warm_up = Workload(
             concurrency=len(clients), num_requests=len(clients), num_prompt_tokens=8, num_new_tokens=8, prompt_seed=-1
         )

@@ -218,7 +218,7 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
         try:
             yield client
         except BatonError as error:
-            words = str(error) if address in str(error) else f"{address}: {error}"
+            words = _named(error, address)
             is_wrong_place = isinstance(error, Unavailable | Unimplemented) and error.reason in ("", _NOT_SERVED)
             if is_wrong_place and not found:  # with another reason, a decode service answered
                 pairs = running_pairs()
@@ -226,9 +226,26 @@ def decode_client(given: str | None, tls: Tls | None, token: str | None) -> Iter
                     words = f"{words}; the pair of `baton up` here is at {pairs[0]}"
                 elif not given and isinstance(error, Unavailable):
                     words = f"no pair of `baton up` runs here, and {address} does not answer: {error}; give --address"
-            raise type(error)(words, reason=error.reason, metadata=error.metadata, code=error.code) from error
+            raise _with_words(error, words) from error
         if not given and not found:
             text_console().print(f"no pair of `baton up` runs here: {address} was asked", style="dim")
+
+
+@contextmanager
+def naming(address: str) -> Iterator[None]:
+    """Every error that is raised in this context names the address."""
+    try:
+        yield
+    except BatonError as error:
+        raise _with_words(error, _named(error, address)) from error
+
+
+def _named(error: BatonError, address: str) -> str:
+    return str(error) if address in str(error) else f"{address}: {error}"
+
+
+def _with_words(error: BatonError, words: str) -> BatonError:
+    return type(error)(words, reason=error.reason, metadata=error.metadata, code=error.code)
 
 
 def _is_announced(address: str) -> bool:

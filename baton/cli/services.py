@@ -111,7 +111,11 @@ def health(
     as_json: options.Json = False,
 ) -> None:
     """Exit with 0 when the service serves, else with 1."""
-    with reported_errors(as_json), Client(address, tls=tls, rpc_timeout_s=timeout_s) as client:
+    with (
+        reported_errors(as_json),
+        options.naming(address),
+        Client(address, tls=tls, rpc_timeout_s=timeout_s) as client,
+    ):
         status = client.health(service)
     if as_json:
         print_json("health", address=address, service=service, status=status)

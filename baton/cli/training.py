@@ -52,7 +52,7 @@ def self_chat(
         raise typer.BadParameter("give one of them", param_hint="--openings and --questions")
     answer_temperatures = _parse_temperatures(temperatures)
     token = options.read_token(token_file)
-    with reported_errors(False):
+    with reported_errors(False), options.naming(address):
         from common.checkpoints.source import resolve_model
         from common.text.tokenizer import TextTokenizer
         from training.generate import read_openings, read_questions

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, Self
 
+import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -361,6 +363,15 @@ def test_what_else_answers_at_an_address_is_said_and_where_the_pair_is(
             assert beside == f"{alone.strip()}; the pair of `baton up` here is at {server.address}\n"
         assert words in run("health", "--address", address).stderr
         assert words in run("bench", "--address", address).stderr
+
+
+def test_an_error_names_the_address_where_its_own_words_do_not() -> None:
+    other = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+    address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
+    other.start()
+    for command in ("health", "bench", "info"):
+        assert run(command, "--address", address).stderr.startswith(f"UNIMPLEMENTED: {address}: "), command
+    other.stop(grace=0).wait(BOUND_S)
 
 
 def test_nothing_but_the_line_of_the_error_comes_of_a_connection_that_fails(server: ScriptedServer) -> None:
