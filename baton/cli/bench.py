@@ -73,6 +73,8 @@ def bench(
                 decode_args=decode_args or (),
             )
             prepare_pair(pair, as_json=as_json)
+            if not as_json:
+                text_console().print(f"starting {', '.join(process.name for process in pair.processes)}", style="dim")
             addresses = list(stack.enter_context(pair).decode_addresses)
         reports = asyncio.run(_measure(addresses, tls, token, workloads, as_json))
     if not as_json:

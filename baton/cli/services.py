@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from baton.cli import options
 from baton.cli.output import print_json, reported_errors, text_console
 from baton.client import Client, PrefillClient, Tls
+from baton.client.channel import single_server
 from baton.errors import BatonError, invalid_field
 from baton.local_pair import LocalPair
 from baton.planner import MIN_SAMPLES, Advice, Need, advise, sample_loads
@@ -152,7 +153,8 @@ def role(
             state = client.state()
             print_json("role", address=address, state=state) if as_json else print(_state_text(address, state))
         else:
-            change = client.change(wanted, start_timeout_s=start_timeout_s)
+            with _shown_wait(f"waiting until {address} is a {wanted} service", as_json):
+                change = client.change(wanted, start_timeout_s=start_timeout_s)
             print_json("role_change", address=address, change=change) if as_json else print(
                 _change_text(address, change)
             )
@@ -194,10 +196,8 @@ def plan(
     if window_s < MIN_SAMPLES * interval_s:
         raise typer.BadParameter(f"is less than {MIN_SAMPLES} times --interval-s", param_hint="--window-s")
     token, other_token = options.read_token(token_file), options.read_token(other_token_file)
-    console = text_console()
-    if not as_json:
-        console.print(f"watching for {window_s:g} s: {', '.join(addresses)}", style="dim", markup=False)
-    with reported_errors(as_json), nullcontext() if as_json else console.status("watching"):
+    waits = f"watching for {window_s:g} s: {', '.join(addresses)}"
+    with reported_errors(as_json), _shown_wait(waits, as_json):
         seen = sample_loads(
             addresses, window_s=window_s, interval_s=interval_s, tls=tls, token=token, other_token=other_token
         )
@@ -241,7 +241,10 @@ def trace(
     with reported_errors(as_json):
         if not output.parent.is_dir():  # checked first, so that no recording is lost
             raise invalid_field("output", f"{output}: there is no such directory")
-        timelines = record_timelines(addresses, duration_s=seconds, max_events=max_events, tls=tls, token=token)
+        for address in addresses:
+            single_server(address)
+        with _shown_wait(f"recording for {seconds:g} s: {', '.join(addresses)}", as_json):
+            timelines = record_timelines(addresses, duration_s=seconds, max_events=max_events, tls=tls, token=token)
         try:
             num_events = write_trace(output, timelines)
         except OSError as error:
@@ -260,6 +263,18 @@ def _report(output: Path, num_events: int, timelines: list[ServiceTimeline]) -> 
         for track, num_dropped in each.num_dropped.items():
             if num_dropped:
                 console.print(f"{each.address}: track {track} had no room for {num_dropped} older events", markup=False)
+
+
+@contextmanager
+def _shown_wait(what: str, as_json: bool) -> Iterator[None]:
+    """Prints what a command waits for, before a wait that may be long, and shows on a terminal that it still waits."""
+    if as_json:
+        yield
+        return
+    console = text_console()
+    console.print(what, style="dim", markup=False)
+    with console.status(what.partition(" ")[0]):
+        yield
 
 
 class LoadReader:

@@ -423,6 +423,19 @@ def test_plan_says_what_it_watches_before_it_looks(monkeypatch: pytest.MonkeyPat
     assert "h:1 is named twice" in run("plan", "-a", "h:1", "-a", "h:1").stderr
 
 
+def test_trace_and_role_say_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(addresses: list[str], **_: Any) -> None:
+        raise Unavailable(f"recorded {addresses}")
+
+    monkeypatch.setattr(services, "record_timelines", recorded)
+    result = run("trace", "-a", "h:1,h:2", "--seconds", "9")
+    assert result.stderr == "recording for 9 s: h:1, h:2\nUNAVAILABLE: recorded ['h:1', 'h:2']\n"
+    assert len(json_lines(run("trace", "-a", "h:1", "--json"))) == 1
+    dead = free_address()
+    first, error = run("role", "-a", dead, "decode").stderr.splitlines()
+    assert (first, error[:13]) == (f"waiting until {dead} is a decode service", "UNAVAILABLE: ")
+
+
 @pytest.mark.parametrize(
     ("service", "said", "status"),
     [("", "serving", 0), ("baton.v1.Inference", "not_serving", 1), ("baton.v1.Nothing", "unknown_service", 1)],
