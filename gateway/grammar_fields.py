@@ -27,7 +27,7 @@ def _as_text(value: Any) -> Any:
 
 
 GrammarText = Annotated[str, Field(min_length=1)]
-SchemaText = Annotated[GrammarText, BeforeValidator(_as_text)]
+SchemaText = Annotated[GrammarText, BeforeValidator(_as_text, json_schema_input_type=dict[str, Any] | GrammarText)]
 """A JSON schema, which comes as an object or as its text."""
 
 

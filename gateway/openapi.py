@@ -36,8 +36,12 @@ _MESSAGES_ERROR_SCHEMA = {
         "type": {"const": "error"},
         "error": {
             "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message", "details"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {"type": ["object", "null"]},
+            },
         },
         "request_id": {"type": "string"},
     },

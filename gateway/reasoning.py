@@ -15,7 +15,13 @@ from gateway.grammar_fields import StrictFields
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NumTokens = Annotated[int, Field(ge=0, lt=1 << 32)]
-Limit = Annotated[NumTokens | None, BeforeValidator(lambda limit: None if limit == -1 else limit)]
+Limit = Annotated[
+    NumTokens | None,
+    BeforeValidator(
+        lambda limit: None if limit == -1 else limit,
+        json_schema_input_type=Annotated[int, Field(ge=-1, lt=1 << 32)] | None,
+    ),
+]
 """A number of tokens; null and -1 mean no limit."""
 
 _SWITCHES = ("enable_thinking", "thinking")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
@@ -40,12 +40,17 @@ def _unless_false(value: Any) -> Any:
     return None if value is False else value
 
 
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+
+
 class CompletionFields(ChoicesFields, ReasoningFields):
     """The fields of a completion. What they say of reasoning means nothing, because the prompt is no chat."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     echo: bool = False
-    logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_unless_false)] = None
+    logprobs: Annotated[
+        NumLogprobs | None, BeforeValidator(_unless_false, json_schema_input_type=NumLogprobs | Literal[False] | None)
+    ] = None
     reasoning_effort: Effort | None = None
 
     asks_for_nothing: ClassVar = {"add_special_tokens": (True,), "separate_reasoning": (False, True)}

@@ -35,6 +35,7 @@ _MAX_NAME_CHARS = 128
 _TOOL_HINTS = frozenset({"type", "cache_control", "eager_input_streaming"})
 """A tool's fields that change nothing here, except `type`, which is checked."""
 _TOOLS = tools_schema(function_schema("input_schema", "input_schema", beside={"type": {"enum": ["custom", None]}}))
+_NOT_SERVED = WithJsonSchema({"enum": [], "description": "Not served."})
 _SYSTEM_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
 
 
@@ -80,7 +81,7 @@ class ConversationFields(ReasoningFields, RequestFields):
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None  # accepted, because what may be cached is cached anyway
     reasoning_effort: Effort | None = None
-    thread: Any = None
+    thread: Annotated[Any, _NOT_SERVED] = None
 
     asks_for_nothing: ClassVar = {
         "container": (),

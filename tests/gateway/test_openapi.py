@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from gateway.apis.chat import parse_chat
 from gateway.apis.completions import parse_completion
@@ -108,6 +109,34 @@ def test_a_body_has_exactly_the_fields_that_are_taken(
     assert top_k["anyOf"][1:] == [{"enum": [-1]}, {"type": "null"}]
     for content, default in ((temperature, "the model's, else 1.0"), (top_k, "the model's, else 0"), (penalty, "0.0")):
         assert "default" not in content and content["description"].endswith(f" The default is {default}.")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("ChatFields", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}}),
+        ("ChatFields", {"guided_json": {"type": "object"}}),
+        ("CompletionFields", {"structured_outputs": {"json": {"type": "object"}}}),
+        ("ChatFields", {"thinking_token_budget": -1, "reasoning": {"max_tokens": -1}}),
+        ("CompletionFields", {"logprobs": False}),
+        ("MessageFields", {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}),
+    ],
+)
+def test_what_is_taken_is_described(document: Any, name: str, fields: dict[str, Any]) -> None:
+    parse, more = {
+        "ChatFields": (parse_chat, {"messages": MESSAGES}),
+        "CompletionFields": (parse_completion, {"prompt": "x"}),
+        "MessageFields": (parse_message, {"messages": MESSAGES, "max_tokens": 8}),
+    }[name]
+    body = {"model": "demo", **more, **fields}
+    parse(json.dumps(body).encode())
+    described = Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
+    assert [error.json_path for error in described.iter_errors(body)] == []
+
+
+def test_what_is_not_taken_is_not_described(document: Any) -> None:
+    for name in ("MessageFields", "ConversationFields"):
+        assert document["components"]["schemas"][name]["properties"]["thread"]["enum"] == [None]
 
 
 def test_messages_and_items_have_the_fields_that_are_taken(document: Any) -> None:
