@@ -122,10 +122,14 @@ def _tls(*, use_tls: bool | None, **files: Any) -> Tls | None:
 def _logit_bias(entries: list[str] | None) -> dict[int, float] | None:
     if not entries:
         return None
-    try:
-        return {int(token_id): float(value) for token_id, value in (entry.split("=") for entry in entries)}
-    except ValueError:
-        raise typer.BadParameter("give ID=VALUE", param_hint="--logit-bias") from None
+    biases: dict[int, float] = {}
+    for entry in entries:
+        token_id, _, value = entry.partition("=")
+        try:
+            biases[int(token_id)] = float(value)
+        except ValueError:
+            raise typer.BadParameter(f"{entry!r} is not ID=VALUE", param_hint="--logit-bias") from None
+    return biases
 
 
 def _sampling(**given: Any) -> SamplingOptions:
@@ -295,4 +299,4 @@ def parse_token_ids(text: str | None, flag: str) -> list[int] | None:
     try:
         return [int(token_id) for token_id in text.split(",") if token_id.strip()]
     except ValueError:
-        raise typer.BadParameter("give numbers with commas between them", param_hint=flag) from None
+        raise typer.BadParameter(f"{text!r} is not numbers with commas between them", param_hint=flag) from None

@@ -112,7 +112,9 @@ def _parse_temperatures(text: str) -> tuple[float, ...]:
     except ValueError:
         parsed = ()
     if not parsed or not all(0 <= value < math.inf for value in parsed):
-        raise typer.BadParameter("give numbers from 0 on with commas between them", param_hint="--temperatures")
+        raise typer.BadParameter(
+            f"{text!r} is not numbers from 0 on with commas between them", param_hint="--temperatures"
+        )
     return parsed
 
 

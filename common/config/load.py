@@ -235,6 +235,8 @@ def _describe_error(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key: {key}"
     message = str(error["msg"]).removeprefix("Value error, ")
+    if message.startswith("Input should be") and isinstance(error["input"], str | int | float):
+        message += f", not {str(error['input'])[:64]!r}"
     return f"{key}: {message}" if key else message
 
 

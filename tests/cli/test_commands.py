@@ -279,18 +279,19 @@ def test_who_shows_no_token_is_told_how_to(server: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag",
+    ("flag", "words"),
     [
-        ["--logit-bias", "5"],
-        ["--token-ids", "a,b"],
-        ["--system", "x", "--token-ids", "1"],
-        ["--chat", "--token-ids", "1"],
+        (["--logit-bias", "5"], "'5' is not ID=VALUE"),
+        (["--logit-bias", "foo=1"], "'foo=1' is not ID=VALUE"),
+        (["--token-ids", "a,b"], "'a,b' is not numbers"),
+        (["--system", "x", "--token-ids", "1"], "makes a chat"),
+        (["--chat", "--token-ids", "1"], "makes a chat"),
     ],
 )
-def test_a_value_that_cannot_be_read_is_a_usage_error(server: ScriptedServer, flag: list[str]) -> None:
+def test_a_value_that_cannot_be_read_is_a_usage_error(server: ScriptedServer, flag: list[str], words: str) -> None:
     result = run("generate", *flag, "--address", server.address)
     assert result.exit_code == 2
-    assert flag[0] in result.stderr
+    assert flag[0] in result.stderr and words in result.stderr
 
 
 def test_chat_carries_the_conversation_on(server: ScriptedServer) -> None:

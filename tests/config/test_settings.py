@@ -187,6 +187,16 @@ def test_a_value_out_of_range_is_refused_by_its_key(key: str, flag: str) -> None
         decode(flag)
 
 
+def test_a_wrong_value_is_told_with_what_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^dtype: Input should be 'float32', .* or 'float16', not 'int8'$"):
+        decode("--dtype=int8")
+    with pytest.raises(ConfigError, match=r"^max_rows: Input should be greater than or equal to 1, not '0'$"):
+        decode(written(tmp_path / "decode.yaml", "max_rows: 0"))
+    monkeypatch.setenv("BATON_MAX_ROWS", "many")
+    with pytest.raises(ConfigError, match=r"^max_rows: Input should be a valid integer, .*, not 'many'$"):
+        decode()
+
+
 @pytest.mark.parametrize(
     ("key", "argv"),
     [
