@@ -149,7 +149,7 @@ class ServiceSettings(ProcessSettings):
     """Most tokens with KV in the pool; unset: chosen by the memory there is."""
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     """If max_kv_tokens is unset: the share of the device's memory to use."""
-    max_context_tokens: Positive | None = None
+    max_context_tokens: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of prompt plus output, as far as the model allows; unset: what the model allows."""
     engine_stall_timeout_s: Seconds = 60.0
     """If the engine makes no progress for this long, the process ends."""

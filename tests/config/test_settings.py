@@ -162,6 +162,7 @@ def test_an_unknown_flag_is_refused_by_name(flag: str) -> None:
         ("dtype", "--dtype=int8"),
         ("max_rows", "--max-rows=0"),
         ("max_rows", "--max-rows=many"),
+        ("max_context_tokens: Input should be greater than or equal to 2, not '1'", "--max-context-tokens=1"),
         ("prefill_timeout_s", "--prefill-timeout-s=0"),
         ("prefill_timeout_s", "--prefill-timeout-s=nan"),
         ("grace_period_s", "--grace-period-s=-1"),
