@@ -119,6 +119,7 @@ class ResponseReasoningOptions(ReasoningOptions):
     """How the model reasons. A `summary` is accepted, but the answer has the reasoning itself."""
 
     context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 

@@ -455,7 +455,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
         {"store": True, "background": False, "truncation": "disabled", "user": "u", "service_tier": "auto"},
         {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "stream_options": {}},
         {"client_metadata": {"a": "b"}, "metadata": {}},
-        {"reasoning": {"effort": "max", "context": "auto"}},
+        {"reasoning": {"effort": "max", "context": "auto", "mode": "standard"}},
         {"tools": [{**PICK, "defer_loading": False, "allowed_callers": ["direct"]}]},
         {"text": {"verbosity": "medium", "format": {"type": "text"}}, "reasoning": {}, "tools": [], "metadata": None},
         {"input": [{"role": "user", "content": [{**TEXT, "annotations": [{"type": "a"}], "logprobs": [{}]}]}]},
