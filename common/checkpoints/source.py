@@ -42,6 +42,7 @@ _MODEL_KINDS = "a directory or a GGUF file"
 _HEAD_KINDS = "a directory"
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _BIN_FILES = "pytorch_model*.bin"
+_FITS = "a head's tensors by name and nothing else, or .safetensors files, would fit"
 _DEMO_HEAD = Path(__file__).parent / "heads" / "SmolLM2-135M-Instruct-eagle3"
 
 
@@ -197,7 +198,9 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise StartupError(f"{file}: not a file of tensors: {error}") from error
+        # PyTorch's own words about a pickle are several lines, which say how to run the code in it.
+        why = "" if isinstance(error, pickle.UnpicklingError) else f": {_first_line(error)}"
+        raise StartupError(f"draft: {file}: not a file of tensors{why}; {_FITS}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise StartupError(f"{file}: not a file of tensors by name")
+        raise StartupError(f"draft: {file}: not a file of tensors by name; {_FITS}")
     return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
