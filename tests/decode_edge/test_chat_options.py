@@ -201,6 +201,12 @@ def test_a_variable_that_is_not_read_or_not_the_request_s_is_refused(name: str) 
     assert (error.field, repr(name) in str(error)) == ("chat.chat_template_kwargs", True)
 
 
+def test_of_a_variable_that_is_not_read_the_refusal_names_those_that_are() -> None:
+    for source, told in (("{{ moods }}{{ thinks }}", "'moods', 'thinks'"), ("", "no variable of a request")):
+        error = refusal(EACH + source, USER, chat_template_kwargs='{"think": true}')
+        assert str(error).endswith(f"does not read 'think', it reads {told}")
+
+
 def test_a_template_is_tried_with_the_variables_that_the_request_sets() -> None:
     source = "A helpful assistant.{% for m in messages if not short or m.role != 'system' %}{{ m.content }}{% endfor %}"
     template = ChatTemplate(source, {})
