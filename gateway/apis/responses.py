@@ -230,9 +230,10 @@ def _num_top_logprobs(fields: ResponseFields) -> int | None:
 def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
     """Returns the answer's fields that repeat the request or are constant, and their size as JSON in bytes.
 
-    Raises ApiError if they have a number that JSON cannot repeat.
+    Tools and a chosen one have a `type`, also if the request left it out, as OpenAI's types need it. Raises ApiError if
+    the fields have a number that JSON cannot repeat.
     """
-    form = fields.text.format
+    form, choice = fields.text.format, fields.tool_choice or "auto"
     repeated = {
         "background": False,
         "instructions": fields.instructions,
@@ -247,8 +248,8 @@ def _repeated(fields: ResponseFields) -> tuple[Mapping[str, Any], int]:
             "format": {"type": "text"} if form is None else form.as_json,
             "verbosity": fields.text.verbosity or "medium",
         },
-        "tool_choice": fields.tool_choice or "auto",
-        "tools": fields.tools,
+        "tool_choice": choice if isinstance(choice, str) else {**choice, "type": choice.get("type") or "function"},
+        "tools": [{**tool, "type": "function"} for tool in fields.tools],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": fields.numbers.get("top_p"),
         "truncation": "disabled",

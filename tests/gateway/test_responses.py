@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 from google.rpc import code_pb2
-from openai.types.responses import ResponseStreamEvent
+from openai.types.responses import FunctionTool, Response, ResponseStreamEvent, ToolChoiceFunction
 
 from baton import ChatMessage, Client, ToolCall, ToolChoice
 from baton.v1 import types_pb2
@@ -118,6 +118,14 @@ def test_an_output_is_a_list_of_items(edge: GatewayHere) -> None:
     }
     assert (response.metadata, response.instructions, response.tool_choice) == (longest, "Be brief.", "auto")
     assert (response.model_extra or {})["store"] is False
+
+
+@pytest.mark.usefixtures("speaks")
+@pytest.mark.parametrize("left_out", [{}, {"type": None}], ids=["absent", "null"])
+def test_tools_come_back_as_openais_types_have_them(left_out: dict[str, Any], edge: GatewayHere) -> None:
+    answer = ask(edge, tools=[{"name": "pick", **left_out}], tool_choice={"name": "pick", **left_out}).json
+    response = Response.model_validate(answer)
+    assert isinstance(response.tools[0], FunctionTool) and isinstance(response.tool_choice, ToolChoiceFunction)
 
 
 @pytest.mark.usefixtures("speaks")
