@@ -36,7 +36,7 @@ MAX_CHARS: Mapping[GrammarKind, int] = {
 
 SCHEMA_OPTIONS = "x-guidance"
 """The keyword at the root of a JSON schema for options of its grammar (llguidance's name)."""
-_BLANKS = re.compile(r"(?: |\n|\r|\t|\\[nrst]|[\[\]()|*+?]|\{[0-9]*,?[0-9]*\})*")
+_BLANKS = re.compile(r"(?: |\n|\r|\t|\\[nrst]|\(\?:|[\[\]()|*+?]|\{[0-9]*,?[0-9]*\})*")
 """Matches a regular expression of JSON's blanks."""
 
 

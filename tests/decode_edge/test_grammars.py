@@ -348,6 +348,7 @@ def test_an_object_that_declares_properties_is_closed_unless_it_says_otherwise(
     [
         ({}, '{"a": 1 }', '{"a":     1}'),
         ({"whitespace_pattern": "[ ]?"}, '{"a": 1}', '{"a":  1}'),
+        ({"whitespace_pattern": r"(?: |\n)?"}, '{"a":\n1}', '{"a": \n1}'),
         ({"whitespace_flexible": False}, '{"a":1}', '{"a": 1}'),
         ({"whitespace_pattern": r"\s*"}, '{"a": \n   1}', '{"a":\u00a01}'),
     ],
