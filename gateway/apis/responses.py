@@ -68,7 +68,7 @@ _MAX_METADATA, _MAX_METADATA_NAME_CHARS, _MAX_METADATA_VALUE_CHARS = 16, 64, 512
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _FIELDS_OF_ITEMS = {
-    kind: {"type", "id", "status", "cache_control", *fields}
+    kind: {"type", "id", "status", "cache_control", "metadata", *fields}
     for kind, fields in {
         "message": ("role", "content", "phase"),
         "function_call": ("call_id", "name", "arguments", "parsed_arguments"),

@@ -471,7 +471,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
         {"input": [USER, *({**each, "caller": {"type": "direct"}} for each in (CALL, {**DONE, "name": "pick"}))]},
         {"input": [{"role": "user", "content": [{**TEXT, "parsed": {}}]}, {**CALL, "parsed_arguments": {}}, DONE]},
         {"input": [{**SAID, "type": "message", "id": "msg_1", "status": "completed", "phase": "final_answer"}]},
-        {"input": [{**each, "cache_control": {"type": "ephemeral"}} for each in (USER, CALL, DONE)]},
+        {"input": [{**each, "cache_control": {"type": "ephemeral"}, "metadata": {}} for each in (USER, CALL, DONE)]},
         {"cache_control": {"type": "ephemeral"}},
         {"text": {"format": {"type": "text", "schema": None, "value": None}}},
     ],
