@@ -9,7 +9,8 @@ python -m benchmarks.priority
   0, and then the flood's longest wait for a row, because those that came before go first.
 - **Newcomers.** Greedy tenants have more long requests open than there are rows, and then another tenant sends short
   ones, one by one. The table shows their time to first token, and the greedy ones' tokens per second, with and without
-  `reclaim_after_s`: three times, on two pairs at once, so that both have the same machine in the same seconds.
+  `reclaim_after_s`: three times, on two pairs at once, so that both have the same machine in the same seconds. (Each
+  slows the other, about equally, because greedy ones keep both pairs busy.)
 - **Tenants.** One tenant floods the service, and another one keeps a few requests waiting. The table shows the tokens
   per second of each, in the same window of time, as one client, with equal weights, and with weights of 1 and 3.
 
@@ -148,7 +149,7 @@ class Greed:
 GREEDS = (
     Greed(1, 8, 8, 1_800, ("--max-rows=8", "--max-kv-tokens=2048")),
     Greed(3, 8, 8, 2_000, ("--max-rows=8",)),
-    Greed(1, 64, 1_000, 100, ()),
+    Greed(1, 64, 1_000, 100, ()),  # of prompts of 7,500 tokens a slow machine computes none in the window
     Greed(3, 32, 8, 7_500, ("--max-rows=64",)),
 )
 

@@ -119,8 +119,7 @@ def _as_list(value: Any) -> Any:
     if isinstance(value, str):
         return [value] if value else []
     if not isinstance(value, list):
-        sent = shown(value)
-        raise ValueError(f"must be a string or a list of strings{f', not {sent}' if sent else ''}")
+        raise ValueError("input should be a string or a list of strings")
     return value
 
 

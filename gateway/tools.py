@@ -209,7 +209,8 @@ def _name(place: str, name: Any, max_chars: int) -> str:
     if name is None:
         raise invalid(place, "is required", code="missing_required_parameter")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > max_chars:
-        sent = shown(name) or (f"{len(name)} characters" if isinstance(name, str) else "")
+        is_long = isinstance(name, str) and len(name) > max_chars
+        sent = f"{len(name)} characters" if is_long else shown(name)
         allowed = f"1 to {max_chars} letters, digits, underscores and hyphens"
         raise invalid(place, f"must be {allowed}{f', not {sent}' if sent else ''}")
     return name

@@ -48,7 +48,7 @@ def bench(
     """Measure time to first token, time between tokens, tokens per second and the handoff, as a client sees them."""
     levels = options.parse_token_ids(concurrency, "--concurrency")
     if not levels or min(levels) < 1:
-        raise typer.BadParameter(f"{concurrency!r} is not numbers from 1 on", param_hint="--concurrency")
+        raise typer.BadParameter(f"{concurrency[:64]!r} is not numbers from 1 on", param_hint="--concurrency")
     workloads = [
         Workload(
             concurrency=level,

@@ -128,7 +128,7 @@ def _logit_bias(entries: list[str] | None) -> dict[int, float] | None:
         try:
             biases[int(token_id)] = float(value)
         except ValueError:
-            raise typer.BadParameter(f"{entry!r} is not ID=VALUE", param_hint="--logit-bias") from None
+            raise typer.BadParameter(f"{entry[:64]!r} is not ID=VALUE", param_hint="--logit-bias") from None
     return biases
 
 
@@ -299,4 +299,4 @@ def parse_token_ids(text: str | None, flag: str) -> list[int] | None:
     try:
         return [int(token_id) for token_id in text.split(",") if token_id.strip()]
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not numbers with commas between them", param_hint=flag) from None
+        raise typer.BadParameter(f"{text[:64]!r} is not numbers with commas between them", param_hint=flag) from None

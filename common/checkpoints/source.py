@@ -197,7 +197,7 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
 
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle may raise any
         # PyTorch's own words about a pickle are several lines, which say how to run the code in it.
         why = "" if isinstance(error, pickle.UnpicklingError) else f": {_first_line(error)}"
         raise StartupError(f"draft: {file}: not a file of tensors{why}; {_FITS}") from error

@@ -150,7 +150,7 @@ class ServiceSettings(ProcessSettings):
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     """If max_kv_tokens is unset: the share of the device's memory to use."""
     max_context_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of prompt plus output, as far as the model allows; unset: what the model allows."""
+    """Most tokens of prompt plus output, at least 2, as far as the model allows; unset: what the model allows."""
     engine_stall_timeout_s: Seconds = 60.0
     """If the engine makes no progress for this long, the process ends."""
     disabled_fast_paths: FastPaths = ()

@@ -27,7 +27,7 @@ from gateway.conversation import (
     system_message,
     text_of,
 )
-from gateway.errors import invalid, none_of, not_served
+from gateway.errors import invalid, none_of, not_served, shown
 from gateway.fields import ChoicesFields, RequestFields, parse_fields
 from gateway.logprobs import chat_logprobs, prompt_logprobs
 from gateway.parsing.events import CallArguments, CallBegun, ContentText, OutputEvent, ReasoningText
@@ -304,7 +304,7 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
     if fields.max_completion_tokens is None:
         return fields.max_tokens, "max_tokens"
     if fields.max_tokens not in (None, fields.max_completion_tokens):
-        both = f"{fields.max_tokens} differs from {fields.max_completion_tokens}"
+        both = f"{shown(fields.max_tokens)} differs from {shown(fields.max_completion_tokens)}"
         raise invalid("max_tokens", f"{both} of max_completion_tokens, its other name")
     return fields.max_completion_tokens, "max_completion_tokens"
 

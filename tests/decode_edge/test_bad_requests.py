@@ -163,7 +163,10 @@ def test_wrong_options_of_a_chat_are_refused_by_name(field: str, fields: dict[st
             "chat.tool_choice.names[1]: 'g' is no tool's name, 'f' is",
         ),
         ({"tools": [TOOL, TOOL]}, "chat.tools[1].name: 'f' is another tool's too"),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "chat.tools[0].name: must be 1 to 256 letters, digits, and characters"),
+        (
+            {"tools": [{**TOOL, "name": "a b"}]},
+            "chat.tools[0].name: must be 1 to 256 letters, digits, and characters of _.:/-, not 'a b'",
+        ),
         ({"messages": [calling(call("x"), call("x"))]}, "chat.messages[0].tool_calls: several have the id 'x'"),
         (
             {"messages": [calling(call("x", "f" * 257))]},

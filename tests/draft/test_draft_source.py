@@ -56,7 +56,7 @@ def test_bin_files_with_anything_but_tensors_are_refused(content: object, tmp_pa
         resolve_draft(str(directory), cache_dir=tmp_path / "cache")
 
 
-@pytest.mark.parametrize("content", [b"", b"no tensors", b"PK\x03\x04", b"\x80\x02"])
+@pytest.mark.parametrize("content", [b"", b"no tensors", b"PK\x03\x04", b"\x80\x02", b"\x80\x02."])
 def test_bin_files_that_are_broken_are_refused_in_a_line(content: bytes, tmp_path: Path) -> None:
     directory = save_bin(tmp_path / "head", {})
     (directory / "pytorch_model.bin").write_bytes(content)

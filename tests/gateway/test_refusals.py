@@ -410,7 +410,7 @@ def test_the_package_raises_its_own_errors(caller: Caller) -> None:
         (CHAT, {"n": 0}, "n: input should be greater than or equal to 1, not 0"),
         (CHAT, {"temperature": "0.7"}, 'temperature: input should be a valid number, not "0.7"'),
         (CHAT, {"stop_token_ids": ["a"]}, "stop_token_ids[0]: input should be a valid integer"),
-        (CHAT, {"stop": 7}, "stop: must be a string or a list of strings, not 7"),
+        (CHAT, {"stop": 7}, "stop: input should be a string or a list of strings, not 7"),
         (CHAT, {"stop_token_ids": [5] * 70}, "stop_token_ids: 70 ids are more than 63"),
         (CHAT, {"logit_bias": dict.fromkeys(map(str, range(513)), 1)}, "logit_bias: 513 entries are more than 512"),
         (CHAT, {"cache_salt": "x" * 129}, "cache_salt: has 129 characters, must have 1 to 128"),
