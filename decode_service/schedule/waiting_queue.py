@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,9 @@ from decode_service.schedule.request import Request, Sharer
 OTHERS = "*"
 """Stands for all clients without a weight of their own."""
 HORIZON_S = 10.0
-"""For how long a client is expected to keep what it holds. Where there is too little for all, turns are this long."""
+"""For how long a client is expected to keep what it holds. Where there is too little for all, turns are up to twice as
+long.
+"""
 _MAX_IDLE = 1024
 
 
@@ -202,8 +205,9 @@ class Shares:
     While requests wait, each client is charged its part for every second. A client's standing is its charge plus
     HORIZON_S times its part. The client with the smallest standing has the next turn, and the one with the largest
     gives way. So clients that always have requests waiting hold rows and slots in proportion to their weights; where
-    there are too few for all, they do so over time. The tenants of one client share what it holds in the same way, all
-    with the same weight.
+    there are too few for all, they do so over time. Where there are enough, the first row of a client counts for at
+    most its fair part, so that a client of small weight does not wait until others have been charged for more. The
+    tenants of one client share what it holds in the same way, all with the same weight.
 
     A client that begins to wait gets at least the charge of one that always held its fair part: not asking saves
     nothing up. That charge grows whenever anyone is charged, so new clients, however many, cannot pass a waiting one
@@ -220,8 +224,10 @@ class Shares:
         self._tenants: dict[str, _Siblings] = {}  # by client, if any of them wait or hold rows
         self._num_waiting: Counter[str] = Counter()  # waiting tenants, by client
         self._looked_s: float | None = None
-        # At the last look: the fair part of a client of weight 1, and how many tenants share the part of each client
+        # At the last look: the fair part of a client, what its first row counts for at most, and how many tenants share
+        # the part of each client
         self._fair = 1.0
+        self._first_row = math.inf
         self._num_tenants: dict[str, float] = {}
         self._rows: Counter[Node] = Counter()
         self._tokens: Counter[Node] = Counter()
@@ -254,6 +260,8 @@ class Shares:
         for client in self._tenants.keys() - self._num_waiting.keys() - of_holders.keys():
             del self._tenants[client]
         self._fair = 1.0 / (self._clients.weight_of_those_that_wait_and(of_holders) or 1.0)
+        num_clients = len(self._num_waiting.keys() | of_holders.keys())
+        self._first_row = self._fair if num_clients <= self._max_rows else math.inf
         self._num_tenants = {
             client: tenants.weight_of_those_that_wait_and(of_holders[client]) or 1.0
             for client, tenants in self._tenants.items()
@@ -341,9 +349,12 @@ class Shares:
 
     def _part(self, node: Node, num_rows: int = 0, num_tokens: int = 0) -> float:
         """Returns the part of a client or tenant if it held so many more rows and slots."""
-        of_rows = (self._rows[node] + num_rows) / self._max_rows
-        of_slots = (self._tokens[node] + num_tokens) / self._num_slots
-        return max(of_rows, of_slots) / (self._clients.weight(node) if isinstance(node, str) else 1.0)
+        weight = self._clients.weight(node) if isinstance(node, str) else 1.0
+        of_rows = (self._rows[node] + num_rows) / self._max_rows / weight
+        of_slots = (self._tokens[node] + num_tokens) / self._num_slots / weight
+        if isinstance(node, str) and not self._rows[node]:
+            of_rows = min(of_rows, self._first_row)
+        return max(of_rows, of_slots)
 
     def _charge(self, seconds: float) -> None:
         parts: dict[str, float] = {}

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from common.priority import DEFAULT_AGEING
 from common.sampling.params import ResolvedSampling
 from decode_service.messages import Submit
 from decode_service.schedule.handoff_policy import RowNeed
@@ -39,8 +40,9 @@ class Contest:
         weights: Mapping[str, float] | None = None,
         reclaim_after_s: float = RECLAIM_S,
         step_s: float = STEP_S,
+        priority: int = 0,
     ) -> None:
-        self.now_s, self._step_s = 0.0, step_s
+        self.now_s, self._step_s, self._priority = 0.0, step_s, priority
         self.scripted = ScriptedEngine(
             max_rows=max_rows,
             max_kv_tokens=max_kv_tokens,
@@ -61,7 +63,9 @@ class Contest:
         number = next(self._numbers)
         prompt = [1 + (number + place) % 50 for place in range(num_prompt)]
         of, _, tenant = client.partition("/")
-        outcome = self.scripted.submit(f"{client} {number}", prompt, num_output, client=of, tenant=tenant)
+        outcome = self.scripted.submit(
+            f"{client} {number}", prompt, num_output, client=of, tenant=tenant, priority=self._priority
+        )
         self._open.setdefault(client, []).append(outcome)
         self._all[client].append(outcome)
         return outcome
@@ -146,7 +150,17 @@ def test_a_newcomer_is_served_soon(num_greedy: int, sizes: dict[str, int], weigh
     contest.finish()
 
 
-def test_more_clients_than_rows_take_turns_of_ten_seconds() -> None:
+def test_a_newcomer_whose_weight_is_worth_less_than_a_row_is_served_as_soon() -> None:
+    contest = Contest(max_rows=8, weights={"greedy": 20, OTHERS: 1})
+    contest.keep_open("greedy", 12, LONG)
+    contest.run(4.0)
+    for newcomer in ("newcomer", "another"):
+        assert contest.seconds_until(contest.submit(newcomer, 3)) <= RECLAIM_S + FEW_STEPS_S
+        contest.run(1.0)
+    contest.finish()
+
+
+def test_more_clients_than_rows_take_turns_of_twenty_seconds() -> None:
     num_rows, num_clients, step_s = 2, 3, 0.5
     contest = Contest(max_rows=num_rows, step_s=step_s)
     for number in range(num_clients):
@@ -158,6 +172,22 @@ def test_more_clients_than_rows_take_turns_of_ten_seconds() -> None:
     del tokens["newcomer"]
     assert min(tokens.values()) > 0.7 * max(tokens.values()), tokens
     assert contest.scripted.engine.load().num_retractions <= num_rows * contest.now_s / HORIZON_S
+    last_held_s = dict.fromkeys(tokens, contest.now_s)
+    longest_s = 0.0
+    for _ in range(200):
+        contest.step()
+        last_held_s.update((req.client, contest.now_s) for req in contest.scripted.engine.lives.holding)
+        longest_s = max(longest_s, contest.now_s - min(last_held_s.values()))
+    assert longest_s <= 2 * HORIZON_S + 6 * step_s
+    contest.finish()
+
+
+def test_a_newcomer_of_a_worse_priority_waits_until_it_is_as_good_as_those_before_it() -> None:
+    contest = Contest(priority=1)
+    contest.keep_open("greedy", 8, LONG)
+    contest.run(20.0)
+    waited_s = contest.seconds_until(contest.submit("newcomer", 3))
+    assert RECLAIM_S + FEW_STEPS_S < waited_s <= DEFAULT_AGEING.step_s + RECLAIM_S + FEW_STEPS_S
     contest.finish()
 
 
