@@ -113,7 +113,7 @@ def _parse_temperatures(text: str) -> tuple[float, ...]:
         parsed = ()
     if not parsed or not all(0 <= value < math.inf for value in parsed):
         raise typer.BadParameter(
-            f"{text!r} is not numbers from 0 on with commas between them", param_hint="--temperatures"
+            f"{text[:64]!r} is not numbers from 0 on with commas between them", param_hint="--temperatures"
         )
     return parsed
 

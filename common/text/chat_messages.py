@@ -88,8 +88,12 @@ class ToolChoice:
 
 def no_tool(name: str, names: Sequence[str]) -> str:
     """Returns the error message for a name in a choice that no tool of the request has; `names` are those they have."""
-    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    return f"{name[:64]!r} is no tool's name, {shown} {'is' if len(names) == 1 else 'are'}"
+    return f"{name[:64]!r} is no tool's name, {listed(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first names for an error message."""
+    return ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, Tool, ToolCall, finite, json_object
+from common.text.chat_messages import (
+    NO_OPTIONS,
+    ChatMessage,
+    TemplateOptions,
+    Tool,
+    ToolCall,
+    finite,
+    json_object,
+    listed,
+)
 from common.text.generic_tools import (
     in_ordinary_messages,
     with_neighbours_joined,
@@ -202,8 +211,7 @@ class ChatTemplate:
         """Raises ChatRefused for a variable that the template does not read, or that a request may not set."""
         for name in json_object(options.chat_template_kwargs) or ():
             if name not in self._variables:
-                known = ", ".join([*map(repr, self.variables[:8]), *["..."][: len(self.variables) > 8]])
-                known = known or "no variable of a request"
+                known = listed(self.variables) or "no variable of a request"
                 reason = f"the model's chat template does not read {name[:64]!r}, it reads {known}"
             elif name in self._special_tokens or name in _OWN_VARIABLES:
                 reason = f"{name!r} is not the request's to set"
