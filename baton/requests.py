@@ -167,6 +167,7 @@ def tokenize_request(
     chat: Iterable[ChatMessage] | None,
     add_special_tokens: bool | None,
     with_pieces: bool,
+    tenant: str | None,
     chat_options: Mapping[str, Any],
 ) -> inference_pb2.TokenizeRequest:
     """Builds the request message. Raises InvalidArgument unless exactly one of `prompt` and `chat` is given."""
@@ -178,15 +179,23 @@ def tokenize_request(
             request.text = prompt
     if add_special_tokens is not None:
         request.add_special_tokens = add_special_tokens
+    _set_tenant(request, tenant)
     _fill_chat(request, chat, chat_options)
     return request
 
 
-def detokenize_request(token_ids: Iterable[int]) -> inference_pb2.DetokenizeRequest:
+def detokenize_request(token_ids: Iterable[int], *, tenant: str | None) -> inference_pb2.DetokenizeRequest:
     """Builds the request message. Raises InvalidArgument for values that are not token ids."""
     request = inference_pb2.DetokenizeRequest()
     _fill("token_ids", request.token_ids, token_ids)
+    _set_tenant(request, tenant)
     return request
+
+
+def _set_tenant(request: inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest, tenant: str | None) -> None:
+    if tenant is not None:
+        with _naming("tenant"):
+            request.tenant = tenant
 
 
 def _fill_chat(

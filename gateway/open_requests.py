@@ -107,14 +107,14 @@ class OpenRequests:
         """
         self._refuse_if_draining()
         try:
-            taken_s = self._places.take(client)
+            place = self._places.take((client, ""))
         except Full as full:
             message = f"{len(self._places)} requests are open"
             raise overloaded(message, retry_after_s=full.retry_after_s) from None
         try:
             yield
         finally:
-            self._places.give_back(client, taken_s)
+            self._places.give_back(place)
 
     @contextmanager
     def reading(self, client: str) -> Iterator[Hold]:

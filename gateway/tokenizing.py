@@ -93,7 +93,10 @@ class Tokenizing:
         try:
             tokenized = await _answer_of(
                 self._client.tokenize(
-                    **source, add_special_tokens=fields.add_special_tokens, with_pieces=fields.return_token_strs
+                    **source,
+                    add_special_tokens=fields.add_special_tokens,
+                    with_pieces=fields.return_token_strs,
+                    tenant=record.client or None,
                 )
             )
         except BatonError as error:
@@ -109,7 +112,7 @@ class Tokenizing:
         fields = parse_fields(body, DetokenizeFields)
         if fields.model is not None:
             card.check(fields.model)
-        return {"prompt": await _answer_of(self._client.detokenize(fields.tokens))}
+        return {"prompt": await _answer_of(self._client.detokenize(fields.tokens, tenant=record.client or None))}
 
     async def count_tokens(self, body: bytes, card: ModelCard, record: HttpRecord) -> dict[str, Any]:
         fields = parse_fields(body, ConversationFields)
@@ -117,7 +120,7 @@ class Tokenizing:
         prompt, params = conversation_prompt(fields)
         try:
             prompt = prompt.served_by(card, record.ignored)
-            tokenized = await _answer_of(self._client.tokenize(**prompt.arguments))
+            tokenized = await _answer_of(self._client.tokenize(**prompt.arguments, tenant=record.client or None))
         except BatonError as error:
             raise api_error_of(error, params) from None
         return {"input_tokens": len(tokenized.token_ids)}

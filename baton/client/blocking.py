@@ -281,26 +281,32 @@ class Client:
         chat: Iterable[ChatMessage] | None = None,
         add_special_tokens: bool | None = None,
         with_pieces: bool = False,
+        tenant: str | None = None,
         **chat_options: Unpack[ChatOptions],
     ) -> Tokenized:
         """Returns the tokens of a text or chat. A text may have up to four times as many tokens as the model's context.
 
-        `chat_options` are those of `generate`. `add_special_tokens` says whether to add the special tokens that the
-        tokenizer adds by itself; None adds them to a text only. `with_pieces` asks for the tokens' spelling too.
+        `tenant` and `chat_options` are those of `generate`. `add_special_tokens` says whether to add the special tokens
+        that the tokenizer adds by itself; None adds them to a text only. `with_pieces` asks for the tokens' spelling
+        too.
         """
         request = tokenize_request(
             prompt=prompt,
             chat=chat,
             add_special_tokens=add_special_tokens,
             with_pieces=with_pieces,
+            tenant=tenant,
             chat_options=chat_options,
         )
         answer = self._ask(lambda server: server.inference.Tokenize, request)
         return Tokenized(tuple(answer.token_ids), tuple(answer.pieces))
 
-    def detokenize(self, token_ids: Iterable[int]) -> str:
-        """Returns the text of these tokens. Special tokens appear in it by their names."""
-        request = detokenize_request(token_ids)
+    def detokenize(self, token_ids: Iterable[int], *, tenant: str | None = None) -> str:
+        """Returns the text of these tokens. Special tokens appear in it by their names.
+
+        `tenant` is that of `generate`.
+        """
+        request = detokenize_request(token_ids, tenant=tenant)
         answer = self._ask(lambda server: server.inference.Detokenize, request)
         return str(answer.text)
 

@@ -77,7 +77,9 @@ class GenerateRequest(_message.Message):
     truncate_prompt_tokens: _builtins.int
     """At most so many of the prompt's tokens count, the last ones; -1: as many as leave room for max_tokens. Default: all."""
     tenant: _builtins.str
-    """1 to 128 printable characters. Whom the request is for, if the service shares by tenants (tenant_weights); else ignored."""
+    """1 to 128 printable characters. Whom the request is for: tenants divide their client's share, or have shares of their own
+    (tenant_weights).
+    """
     return_prompt_token_ids: _builtins.bool
     """True: Started has the prompt's tokens. Default false."""
     @_builtins.property
@@ -705,12 +707,15 @@ class TokenizeRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     WITH_PIECES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     add_special_tokens: _builtins.bool
     """Adds the special tokens that the tokenizer adds by itself. Default: true for a text, false for a chat, whose template
     writes its own.
     """
     with_pieces: _builtins.bool
+    tenant: _builtins.str
+    """As in GenerateRequest."""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     def __init__(
@@ -720,17 +725,22 @@ class TokenizeRequest(_message.Message):
         chat: Global___Chat | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
         with_pieces: _builtins.bool = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_tenant", b"_tenant", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "prompt", b"prompt", "tenant", b"tenant", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "prompt", b"prompt", "text", b"text", "with_pieces", b"with_pieces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_tenant", b"_tenant", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "prompt", b"prompt", "tenant", b"tenant", "text", b"text", "with_pieces", b"with_pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -767,18 +777,24 @@ class DetokenizeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """As in GenerateRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
 

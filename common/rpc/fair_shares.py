@@ -13,13 +13,18 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
+Caller = tuple[str, str]
+"""Who wants something that is shared: a client, and the tenant for whom it asks, or ""."""
 _LATE_S = 1.0
 """How many seconds late a refused client may ask again before its place is no longer kept."""
 _MAX_WISHERS = 256
 _MAX_RETRY_AFTER_S = 60
 _NEW_SHARE = 0.1
+KeyT = TypeVar("KeyT")
 
 
 class Full(Exception):
@@ -30,105 +35,145 @@ class Full(Exception):
         self.retry_after_s = retry_after_s
 
 
-class FairPlaces:
-    """Gives places to clients, which are identified by name. Call it from one thread only.
+@dataclass(frozen=True, slots=True)
+class HeldPlace:
+    """A place of `FairPlaces` that `caller` has held since `since_s`, by the clock of the places."""
 
-    A refused client is told when to ask again. Until then, places that become free are kept for it, up to its share,
-    and up to an eighth of all places for all waiting clients together. The share is the same for every client that
-    holds or wants places. There are also an eighth more places than `num_places`, only for clients below their share.
+    caller: Caller
+    since_s: float
+
+
+class FairPlaces:
+    """Gives places to callers. Call it from one thread only.
+
+    A refused caller is told when to ask again. Until then, places that become free are kept for it, up to its share:
+    from other clients an eighth of all places at most, for all refused callers together, and from its client's other
+    tenants a sixteenth. The share is the same for every client that holds or wants places, and a client's tenants have
+    equal parts of it. There are also an eighth more places than `num_places`, only for clients below their share.
     """
 
     def __init__(self, num_places: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_places = num_places
         self._num_extra = max(1, num_places // 8)
         self._clock = clock
-        self._held: Counter[str] = Counter()
+        self._held: Counter[Caller] = Counter()
+        self._held_by_client: Counter[str] = Counter()
         self._num_held = 0
-        self._wishes: dict[
-            str, list[float]
-        ] = {}  # for each refused request, until when a place is kept; earliest first
+        # For each refused request, until when a place is kept; earliest first
+        self._wishes: dict[Caller, list[float]] = {}
         self._mean_held_s = 0.0
 
     def __len__(self) -> int:
         return self._num_held
 
-    def take(self, client: str) -> float:
-        """Takes a place for `client`. Returns the present time, to be passed to `give_back`. Raises Full."""
+    def take(self, caller: Caller) -> HeldPlace:
+        """Takes a place for `caller`, to be passed to `give_back`. Raises Full."""
         now_s = self._clock()
         self._forget_wishes(now_s)
-        may_take = self._may_take(client)
-        wishes = self._wishes.pop(client, [])
+        may_take = self._may_take(caller)
+        wishes = self._wishes.pop(caller, [])
         if wishes and (may_take or wishes[0] <= now_s + _LATE_S):  # the one that was to come by now has come
             del wishes[0]
         if wishes:
-            self._wishes[client] = wishes
+            self._wishes[caller] = wishes
         if not may_take:
-            retry_after_s = self._retry_after_s()
+            _, of_client, of_caller = self._shares(caller)
+            retry_after_s = self._retry_after_s(of_client)
             insort(wishes, now_s + retry_after_s + _LATE_S)
-            self._wishes[client] = wishes[-self._share(client) :]
+            self._wishes[caller] = wishes[-of_caller:]
             if len(self._wishes) > _MAX_WISHERS:
-                del self._wishes[next(iter(self._wishes))]
+                self._forget_one()
             raise Full(retry_after_s)
-        self._held[client] += 1
-        self._num_held += 1
-        return now_s
+        self._hold(caller, 1)
+        return HeldPlace(caller, now_s)
 
-    def hand_over(self, holder: str, client: str) -> float:
-        """Moves a place from `holder` to `client`, which `take` has just refused. Returns the present time, to be
-        passed to `give_back`.
-        """
-        del self._wishes[client][-1:]
-        if not self._wishes[client]:
-            del self._wishes[client]
-        self._held[client] += 1
-        self._held[holder] -= 1
-        if not self._held[holder]:
-            del self._held[holder]
-        return self._clock()
+    def hand_over(self, place: HeldPlace, caller: Caller) -> HeldPlace:
+        """Moves a place to `caller`, whom `take` has just refused. Returns it."""
+        del self._wishes[caller][-1:]
+        if not self._wishes[caller]:
+            del self._wishes[caller]
+        self._hold(caller, 1)
+        self._hold(place.caller, -1)
+        return HeldPlace(caller, self._clock())
 
-    def give_back(self, client: str, taken_s: float) -> None:
-        """Gives back a place of `client`. `taken_s` is what `take` or `hand_over` returned."""
-        self._num_held -= 1
-        self._held[client] -= 1
-        if not self._held[client]:
-            del self._held[client]
-        held_s = self._clock() - taken_s
+    def give_back(self, place: HeldPlace) -> None:
+        self._hold(place.caller, -1)
+        held_s = self._clock() - place.since_s
         self._mean_held_s += (_NEW_SHARE if self._mean_held_s else 1.0) * (held_s - self._mean_held_s)
 
-    def _may_take(self, client: str) -> bool:
-        num_free, num_own = self.num_places - self._num_held, self._held[client]
-        others = self._wishes.keys() - {client}
-        if num_free > 0 and not others:
+    def _hold(self, caller: Caller, num_more: int) -> None:
+        client, _ = caller
+        self._num_held += num_more
+        self._held_by_client[client] += num_more
+        self._held[caller] += num_more
+        if not self._held[caller]:
+            del self._held[caller]
+        if not self._held_by_client[client]:
+            del self._held_by_client[client]
+
+    def _may_take(self, caller: Caller) -> bool:
+        num_free = self.num_places - self._num_held
+        if num_free > 0 and not self._wishes.keys() - {caller}:
             return True
-        num_clients, share = self._num_clients(client), self._share(client)
+        client, _ = caller
+        num_clients, of_client, of_caller = self._shares(caller)
+        is_client_below, is_below = self._held_by_client[client] < of_client, self._held[caller] < of_caller
         if num_free > 0:
-            kept = sum(min(len(self._wishes[each]), max(0, share - self._held[each])) for each in others)
-            return num_own < share or num_free > min(kept, self._num_extra)
-        if num_clients == 1:
-            return False
-        part = max(1, self._num_extra // (num_clients - 1))
-        return num_own < min(share, part) and -num_free < self._num_extra
+            wished = {each: len(wishes) for each, wishes in self._wishes.items()}
+            num_for_clients = num_for_tenants = 0  # kept for those that are below their share, if this one is not
+            if not is_client_below:
+                num_for_clients = _num_kept(_by_client(wished), self._held_by_client, of_client)
+            if not is_below:
+                siblings = {each: num for each, num in wished.items() if each[0] == client}
+                num_for_tenants = _num_kept(siblings, self._held, of_caller)
+            num_kept = min(num_for_clients, self._num_extra) + min(num_for_tenants, max(1, self._num_extra // 2))
+            return num_free > num_kept
+        part = max(1, self._num_extra // max(1, num_clients - 1))
+        is_entitled = is_client_below and is_below and self._held_by_client[client] < part
+        return num_clients > 1 and is_entitled and -num_free < self._num_extra
 
-    def _num_clients(self, client: str) -> int:
-        return len(self._held.keys() | self._wishes.keys() | {client})
+    def _shares(self, caller: Caller) -> tuple[int, int, int]:
+        """Returns how many clients hold or want places, `caller`'s among them, and the shares of each client and of
+        `caller`.
+        """
+        num_tenants = Counter(client for client, _ in self._held.keys() | self._wishes.keys() | {caller})
+        of_client = max(1, self.num_places // len(num_tenants))
+        return len(num_tenants), of_client, max(1, of_client // num_tenants[caller[0]])
 
-    def _share(self, client: str) -> int:
-        return max(1, self.num_places // self._num_clients(client))
+    def _forget_one(self) -> None:
+        """Forgets what one refused caller wants: the first of the client that has most of them."""
+        ((client, _),) = Counter(name for name, _ in self._wishes).most_common(1)
+        del self._wishes[next(each for each in self._wishes if each[0] == client)]
 
-    def _retry_after_s(self) -> int:
-        """Returns in about how many seconds enough places are free for all refused requests and this one.
+    def _retry_after_s(self, of_client: int) -> int:
+        """Returns in about how many seconds enough places are free for all refused requests and this one. Each client's
+        requests count up to its share.
 
         The estimate assumes that places are held as long as recent ones. It is at most `_MAX_RETRY_AFTER_S`.
         """
-        num_wanted = 1 + sum(map(len, self._wishes.values()))
+        wished = _by_client({each: len(wishes) for each, wishes in self._wishes.items()})
+        num_wanted = 1 + sum(min(num, of_client) for num in wished.values())
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(num_wanted * self._mean_held_s / self.num_places)))
 
     def _forget_wishes(self, now_s: float) -> None:
-        for client, untils in tuple(self._wishes.items()):
+        for caller, untils in tuple(self._wishes.items()):
             if left := [until_s for until_s in untils if until_s > now_s]:
-                self._wishes[client] = left
+                self._wishes[caller] = left
             else:
-                del self._wishes[client]
+                del self._wishes[caller]
+
+
+def _by_client(nums: Mapping[Caller, int]) -> Counter[str]:
+    """Returns the numbers of each client's tenants, added up."""
+    sums: Counter[str] = Counter()
+    for (client, _), num in nums.items():
+        sums[client] += num
+    return sums
+
+
+def _num_kept(wished: Mapping[KeyT, int], held: Counter[KeyT], share: int) -> int:
+    """Returns how many of the places that are wanted are kept for those who hold less than their share."""
+    return sum(min(num, max(0, share - held[each])) for each, num in wished.items())
 
 
 class NoRoom(Exception):

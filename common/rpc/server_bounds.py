@@ -15,7 +15,7 @@ from common.addresses import host_and_port, is_loopback, network_of
 from common.errors import InvalidRequest, Overloaded
 from common.rpc.aio import whole_read
 from common.rpc.errors import abort_with
-from common.rpc.fair_shares import FairPlaces, Full
+from common.rpc.fair_shares import FairPlaces, Full, HeldPlace
 from common.rpc.messages import ProtocolError, require_few_fields
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -85,23 +85,21 @@ class StreamLimit(grpc.aio.ServerInterceptor):
         serve = handler.stream_stream
 
         async def write(requests: object, context: Context) -> None:
-            client = self._client_of(context)
-            taken_s = await self._take(method, client, context)
+            place = await self._take(method, context)
             try:
                 await _begin(context)
                 await serve(requests, context)
             finally:
-                self._places[method].give_back(client, taken_s)
+                self._places[method].give_back(place)
 
         async def generate(requests: object, context: Context) -> AsyncIterator[Any]:
-            client = self._client_of(context)
-            taken_s = await self._take(method, client, context)
+            place = await self._take(method, context)
             try:
                 await _begin(context)
                 async for response in serve(requests, context):
                     yield response
             finally:
-                self._places[method].give_back(client, taken_s)
+                self._places[method].give_back(place)
 
         return grpc.stream_stream_rpc_method_handler(
             generate if inspect.isasyncgenfunction(serve) else write,
@@ -109,14 +107,11 @@ class StreamLimit(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    async def _take(self, method: str, client: str, context: Context) -> float:
-        """Takes a stream's place at `method` for `client`, or aborts the call as Overloaded.
-
-        Returns the time, in seconds, which `FairPlaces.give_back` needs.
-        """
+    async def _take(self, method: str, context: Context) -> HeldPlace:
+        """Takes a stream's place at `method` for the client, or aborts the call as Overloaded."""
         places = self._places.setdefault(method, FairPlaces(self._max_streams))
         try:
-            return places.take(client)
+            return places.take((self._client_of(context), ""))
         except Full as full:
             message = f"{len(places)} streams of {method} are open"
             await abort_with(context, Overloaded(message, retry_after_s=full.retry_after_s))

@@ -23,9 +23,10 @@ from common.grammar.matcher import Matcher
 from common.grammar.reasoning import Reasoning
 from common.host.answering import DONE
 from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
+from common.rpc.fair_shares import Caller
 from common.text import grammar_trial_process as protocol
 from common.text.grammars import GrammarRefused, Grammars, OutputRefused, ReasoningRefused, Vocabulary
-from common.text.turns import Caller, Turns
+from common.text.turns import Turns
 
 _RETRY_AFTER_S = 1
 MAX_WAIT_S = 10.0

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-Caller = tuple[str, str]
-"""Who waits: a client, and the tenant for whom it asks, or ""."""
+from common.rpc.fair_shares import Caller
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from common.grammar.grammar import TokenRules
 from common.grammar.matcher import Matcher
 from common.grammar.reasoning import NUM_LAST_TOKENS
 from common.rpc.errors import abort_with
+from common.rpc.fair_shares import Caller
 from common.rpc.server_bounds import BY_ADDRESS, ClientOf
 from common.sampling.params import ResolvedSampling
 from common.sampling.prompt_logprobs import PromptLogprobs
@@ -28,7 +29,6 @@ from common.service.engine_thread import EnginePort
 from common.telemetry.timeline import EDGE, REQUESTS, Timeline
 from common.telemetry.tracing import NO_TRACER
 from common.text.tool_grammars import ToolGrammars
-from common.text.turns import Caller
 from decode_service.edge.live_request import Ending, LiveRequest, ending_of_brought
 from decode_service.edge.live_requests import LiveRequests
 from decode_service.edge.matchers import Matchers
@@ -50,6 +50,7 @@ from decode_service.edge.request_checks import (
     check_request,
     check_tokenize,
     tenant_key,
+    tenant_of,
 )
 from decode_service.edge.request_trace import RequestTrace, RequestTraces
 from decode_service.edge.responses import (
@@ -136,8 +137,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with self._edge_track.span("check_request"):
                 checked = check_request(request, self._limits, self._served.tool_grammars)
-            whose = self._whose(checked, context)
-            live = self._live_requests.admit(checked.request_id, trace, client=whose, priority=checked.priority)
+            caller = self._caller(checked.tenant, context)
+            live = self._live_requests.admit(checked.request_id, trace, caller=caller, priority=checked.priority)
         except BatonError as error:
             self._observer.on_refused(error)
             trace.failed(error)
@@ -147,7 +148,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         time_out = self._fail_at_deadline(live, context)
         try:
             with self._request_track.task("Generate", live.request_id):
-                end = await self._run(live, checked, context, client, whose)
+                end = await self._run(live, checked, context, client, caller)
         except BatonError as error:
             end = error
         except Exception as error:
@@ -173,23 +174,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             trace.failed(error)
             await abort_with(context, error)
 
-    def _whose(self, checked: CheckedRequest, context: Context) -> str:
-        """Returns the client's name in the engine: the request's tenant, if there is one and tenants have weights, else
-        the caller.
-        """
-        if self._served.tells_tenants_apart and checked.tenant is not None:
-            return tenant_key(checked.tenant)
-        return self._client_of(context)
+    def _caller(self, tenant: str | None, context: Context) -> Caller:
+        """Returns who shares the service for a call that names `tenant`. If tenants have weights, they are clients."""
+        if tenant is None or not self._served.tells_tenants_apart:
+            return self._client_of(context), tenant or ""
+        return tenant_key(tenant), ""
 
     async def _run(
-        self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites, whose: str
+        self, live: LiveRequest, checked: CheckedRequest, context: Context, client: ClientWrites, caller: Caller
     ) -> Ending:
         """Runs an admitted request to its end, and returns the ending, which the caller writes to the client.
 
         Raises the request's error if it fails. gRPC cancels the call, and so this method, when the client leaves.
         """
-        tenant = "" if self._served.tells_tenants_apart else checked.tenant or ""
-        caller = whose, tenant
         with self._request_track.task("tokenize", live.request_id):
             prompt_token_ids = await self._prompts.encode(checked.prompt, caller=caller)
             if checked.max_prompt_tokens is not None:
@@ -225,7 +222,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         started = started_event(live.request_id, len(prompt_token_ids), sampling, prompt_token_ids=shown_ids)
         matcher = None
         if sampling.is_constrained:
-            matcher = await self._matcher(live, sampling, checked.generated_token_ids, client=whose, tenant=tenant)
+            matcher = await self._matcher(live, sampling, checked.generated_token_ids, caller)
         ending = ending_of_brought(
             checked.generated_token_ids, sampling=sampling, output=output, num_prompt_tokens=len(prompt_token_ids)
         )
@@ -240,7 +237,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             generated_token_ids=checked.generated_token_ids,
             sampling=sampling,
             choice_index=checked.choice_index,
-            tenant=tenant,
             priority=checked.priority,
             deadline_s=_deadline_s(context),
             wants_drafts=checked.sampling.speculates,
@@ -263,12 +259,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             live.trace.output_written()
 
     async def _matcher(
-        self, live: LiveRequest, sampling: ResolvedSampling, output_ids: Sequence[int], *, client: str, tenant: str
+        self, live: LiveRequest, sampling: ResolvedSampling, output_ids: Sequence[int], caller: Caller
     ) -> Matcher:
         with ExitStack() as spans:
             if (grammar := sampling.grammar) is not None:
                 self._observer.on_grammar(grammar.kind)
                 spans.enter_context(live.trace.grammar(grammar.kind.value))
+            client, tenant = caller
             return await self._matchers.of(sampling, output_ids, client=client, tenant=tenant)
 
     def _fail_at_deadline(self, live: LiveRequest, context: Context) -> asyncio.TimerHandle | None:
@@ -299,7 +296,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else None
         try:
             prompt = check_tokenize(request)
-            with self._place(context) as caller:
+            with self._place(tenant_of(request), context) as caller:
                 token_ids = await self._prompts.encode(prompt, adds_special_tokens=adds, caller=caller)
                 pieces: Sequence[str] = ()
                 if request.with_pieces:
@@ -318,23 +315,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         try:
             check_detokenize(request, self._limits)
-            with self._place(context) as caller:
+            with self._place(tenant_of(request), context) as caller:
                 text = await self._prompts.replay(detokenize, num_tokens=len(request.token_ids), caller=caller)
         except BatonError as error:
             await abort_with(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
 
     @contextmanager
-    def _place(self, context: Context) -> Iterator[Caller]:
-        """Holds one of the places for live requests while the block runs, for a call that needs only the text threads.
-        Yields the caller.
+    def _place(self, tenant: str | None, context: Context) -> Iterator[Caller]:
+        """Holds one of the places for live requests while the block runs, for a call that names `tenant` and needs only
+        the text threads. Yields the caller.
 
         Raises Draining, EngineLost or Overloaded.
         """
-        client = self._client_of(context)
-        live = self._live_requests.admit(None, client=client)
+        caller = self._caller(tenant, context)
+        live = self._live_requests.admit(None, caller=caller)
         try:
-            yield client, ""
+            yield caller
         finally:
             self._live_requests.release(live)
 

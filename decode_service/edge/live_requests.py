@@ -15,7 +15,7 @@ import structlog
 from common.errors import BatonError, Draining, DuplicateRequest, EngineFault, EngineLost, Overloaded
 from common.grammar.matcher import Matcher
 from common.priority import DEFAULT_AGEING, Ageing
-from common.rpc.fair_shares import FairBytes, FairPlaces, Full, NoRoom
+from common.rpc.fair_shares import Caller, FairBytes, FairPlaces, Full, HeldPlace, NoRoom
 from common.sampling.params import ResolvedSampling, TokenLogprobs
 from common.sampling.prompt_logprobs import num_bytes_of
 from common.service.engine_thread import EnginePort
@@ -69,7 +69,7 @@ class AllLiveRequests(Protocol):
 class LiveRequests(AllLiveRequests):
     """The live requests of the process. For the event loop only.
 
-    From `admit` to `release` a request takes one of `max_live` places, which clients share fairly. If none is free, the
+    From `admit` to `release` a request takes one of `max_live` places, which callers share fairly. If none is free, the
     request takes the place of the waiting request that is due last (see common/priority.py), if that one is due later
     and has had no row yet. So a full service sheds what it would serve last.
 
@@ -93,8 +93,8 @@ class LiveRequests(AllLiveRequests):
         self._ageing = ageing
         self._places = FairPlaces(max_live)
         self._logprob_bytes = FairBytes(max_prompt_logprob_bytes)
-        # By engine id: the client, and since when it has the place, or None once another request has it
-        self._taken: dict[str, tuple[str, float | None]] = {}
+        # By engine id: the caller, and its place, or None once another request has it
+        self._taken: dict[str, tuple[Caller, HeldPlace | None]] = {}
         self._observer = observer
         self._by_request_id: dict[str, LiveRequest] = {}
         self._by_engine_id: dict[str, LiveRequest] = {}
@@ -114,7 +114,7 @@ class LiveRequests(AllLiveRequests):
         request_id: str | None,
         trace: RequestTrace = UNTRACED,
         *,
-        client: str = "",
+        caller: Caller = ("", ""),
         priority: int | None = None,
     ) -> LiveRequest:
         """Admits a request; a new id is made if `request_id` is None. Each success needs one `release`.
@@ -131,19 +131,19 @@ class LiveRequests(AllLiveRequests):
             raise DuplicateRequest(str(request_id))
         due_s = math.inf if priority is None else self._ageing.due_s(priority, time.monotonic())
         try:
-            taken_s = self._places.take(client)
+            place = self._places.take(caller)
         except Full as full:
             if (last := self._last_waiting(due_s)) is None:
                 message = f"{len(self)} requests are queued or running"
                 raise Overloaded(message, retry_after_s=full.retry_after_s) from None
-            taken_s = self._take_place_of(last, client, retry_after_s=full.retry_after_s)
+            place = self._take_place_of(last, caller, retry_after_s=full.retry_after_s)
         if request_id is None:
             request_id = engine_id = uuid.uuid4().hex
         else:
             engine_id = f"{request_id}#{uuid.uuid4().hex}"
         live = LiveRequest(request_id, engine_id, trace, due_s=due_s)
         self._by_request_id[request_id] = self._by_engine_id[engine_id] = live
-        self._taken[engine_id] = client, taken_s
+        self._taken[engine_id] = caller, place
         self._is_idle.clear()
         return live
 
@@ -152,13 +152,14 @@ class LiveRequests(AllLiveRequests):
         waiting = (live for live in self._by_engine_id.values() if live.is_waiting and live.due_s > due_s)
         return max(waiting, key=lambda live: live.due_s, default=None)
 
-    def _take_place_of(self, last: LiveRequest, client: str, *, retry_after_s: int) -> float:
-        """Fails the request `last` and gives its place to `client`. Returns the present time."""
-        holder, _ = self._taken[last.engine_id]
+    def _take_place_of(self, last: LiveRequest, caller: Caller, *, retry_after_s: int) -> HeldPlace:
+        """Fails the request `last` and gives its place to `caller`."""
+        holder, place = self._taken[last.engine_id]
+        assert place is not None, "a request without a place has failed, and so does not wait"
         self._taken[last.engine_id] = holder, None
         message = "the queue is full, and a request of better priority has come"
         last.fail(Overloaded(message, retry_after_s=retry_after_s))
-        return self._places.hand_over(holder, client)
+        return self._places.hand_over(place, caller)
 
     def submit(
         self,
@@ -169,7 +170,6 @@ class LiveRequests(AllLiveRequests):
         generated_token_ids: Sequence[int],
         sampling: ResolvedSampling,
         choice_index: int,
-        tenant: str = "",
         priority: int = 0,
         deadline_s: float,
         wants_drafts: bool,
@@ -180,12 +180,11 @@ class LiveRequests(AllLiveRequests):
         there is no room for the log-probabilities of its prompt.
 
         `generated_token_ids` are the output that the request brought along. `choice_index` is the answer's number, if a
-        client asks for several answers. `Submit` explains `tenant`, `deadline_s`, `priority`, `cache_salt` and
-        `matcher`.
+        client asks for several answers. `Submit` explains `deadline_s`, `priority`, `cache_salt` and `matcher`.
         """
         if isinstance(live.ending, BatonError):
             raise live.ending
-        client = self._taken[live.engine_id][0]
+        client, tenant = self._taken[live.engine_id][0]
         if sampling.num_prompt_logprobs is not None:
             self._hold_logprobs(live, client, num_bytes_of(len(prompt_token_ids), sampling.num_prompt_logprobs))
         live.begin(output, len(prompt_token_ids))
@@ -219,9 +218,9 @@ class LiveRequests(AllLiveRequests):
         if self._by_engine_id.pop(live.engine_id, None) is None:
             return
         del self._by_request_id[live.request_id]
-        client, taken_s = self._taken.pop(live.engine_id)
-        if taken_s is not None:
-            self._places.give_back(client, taken_s)
+        (client, _), place = self._taken.pop(live.engine_id)
+        if place is not None:
+            self._places.give_back(place)
         self._logprob_bytes.give_back(client, live.held_bytes)
         if live.is_submitted and not live.is_done_in_engine:
             self._engine.post(Abort(live.engine_id))

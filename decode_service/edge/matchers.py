@@ -10,8 +10,8 @@ import numpy as np
 
 from common.errors import InvalidRequest
 from common.grammar.matcher import Matcher, NewMatcher, TokenRulesMatcher, allows, num_words
+from common.rpc.fair_shares import Caller
 from common.sampling.params import ResolvedSampling
-from common.text.turns import Caller
 
 
 class Matchers(Protocol):

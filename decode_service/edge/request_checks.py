@@ -150,7 +150,7 @@ def check_request(
         sampling=sampling,
         choice_index=_choice_index(request),
         priority=_priority(request, limits),
-        tenant=_tenant(request),
+        tenant=tenant_of(request),
         cache_salt=_cache_salt(request),
     )
 
@@ -255,7 +255,9 @@ def _priority(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> in
     return request.priority
 
 
-def _tenant(request: inference_pb2.GenerateRequest) -> str | None:
+def tenant_of(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
+) -> str | None:
     if not request.HasField("tenant"):
         return None
     if not 1 <= len(request.tenant) <= MAX_TENANT_CHARS or not request.tenant.isprintable():

@@ -37,6 +37,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         self.has_reasoning = True
         self.template_variables = ["reasoning_effort"]
         self.requests: queue.Queue[inference_pb2.GenerateRequest] = queue.Queue()
+        self.texts: queue.Queue[inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest] = queue.Queue()
         self.deadlines_s: queue.Queue[float | None] = queue.Queue()
         self.metadata: queue.Queue[dict[str, Any]] = queue.Queue()
         self.call_ended = threading.Event()
@@ -88,7 +89,12 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
             chat_template_variables=self.template_variables,
         )
 
+    def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
+        self.texts.put(request)
+        return inference_pb2.DetokenizeResponse(text="a")
+
     def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
+        self.texts.put(request)
         self._answer("Tokenize", context)
         if (refusal := next(self.refusals, None)) is not None:
             context.abort_with_status(rpc_status.to_status(refusal))

@@ -576,12 +576,25 @@ async def test_texts_take_turns_under_the_names_of_their_client_and_tenant(
     async with running_edge([], tells_tenants_apart=tells_tenants_apart) as edge:
         edge.generate(tenant="a", sampling={"bad_words": ["z"]}, generated_token_ids=[70])
         await edge.engine.submitted()
-        whose = ("tenant a", "") if tells_tenants_apart else ("loopback", "a")
-        assert callers == [("encode", whose), ("spell", whose), ("replay", whose), ("replay", whose)]
-        callers.clear()
-        await edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="hi", with_pieces=True))
-        await edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[70]))
-    assert callers == [(name, ("loopback", "")) for name in ("encode", "replay", "replay")]
+        named = ("tenant a", "") if tells_tenants_apart else ("loopback", "a")
+        assert callers == [("encode", named), ("spell", named), ("replay", named), ("replay", named)]
+        for tenant, whose in (({"tenant": "a"}, named), ({}, ("loopback", ""))):
+            callers.clear()
+            await edge.stub.Tokenize(inference_pb2.TokenizeRequest(text="hi", with_pieces=True, **tenant))
+            await edge.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[70], **tenant))
+            assert callers == [(name, whose) for name in ("encode", "replay", "replay")]
+
+
+async def test_a_tenant_that_has_all_places_keeps_no_other_out_for_long(edge: Edge) -> None:
+    calls = [edge.generate(tenant="a") for _ in range(MAX_LIVE)]
+    await edge.engine.submitted(MAX_LIVE)
+    assert (await error_of(edge.generate(tenant="b")))[1] == "QUEUE_FULL"
+    calls[0].cancel()
+    await edge.engine.aborted()
+    request = inference_pb2.TokenizeRequest(text="hi", tenant="a")
+    assert (await error_of(edge.stub.Tokenize(request)))[1] == "QUEUE_FULL", "the place is kept for the other tenant"
+    request.tenant = "b"
+    assert (await edge.stub.Tokenize(request)).token_ids
 
 
 async def test_a_full_service_sheds_what_it_would_serve_last(edge: Edge) -> None:

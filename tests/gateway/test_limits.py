@@ -27,6 +27,7 @@ from gateway.post_endpoint import PostEndpoint
 from gateway.request_record import GatewayMetrics, HttpRecord
 from gateway.served_model import ServedModel
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
+from tests.gateway.answers import USER
 from tests.gateway.gateway_here import BODY, COMPLETIONS, GatewayHere, gateway_here, key_file, post
 from tests.support.loop_thread import LoopThread
 from tests.support.running_pair import wait_until
@@ -366,8 +367,16 @@ def locked(loop: LoopThread, scripted: ScriptedServer, tmp_path: Path) -> Iterat
 def test_the_decode_service_is_told_whose_key_it_was(locked: GatewayHere, scripted: ScriptedServer) -> None:
     for key in ("first-key", "second-key"):
         locked.openai(api_key=key).completions.create(**BODY)
-    tenants = [scripted.inference.requests.get(timeout=BOUND_S).tenant for _ in range(2)]
-    assert tenants == ["key 0", "key 1"]
+        for path, body in (
+            ("/tokenize", {"prompt": "a"}),
+            ("/tokenize", {"messages": USER}),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/messages/count_tokens", {"model": "demo", "messages": USER}),
+        ):
+            assert locked.ask("POST", path, body, authorization=f"Bearer {key}").status == 200
+    for calls, num_of_each in ((scripted.inference.requests, 1), (scripted.inference.texts, 4)):
+        tenants = [calls.get(timeout=BOUND_S).tenant for _ in range(2 * num_of_each)]
+        assert tenants == ["key 0"] * num_of_each + ["key 1"] * num_of_each
 
 
 @pytest.mark.parametrize("key", ["first-key", "second-key"])

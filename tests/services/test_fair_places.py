@@ -9,34 +9,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.addresses import network_of
-from common.rpc.fair_shares import FairPlaces, Full
+from common.rpc.fair_shares import FairPlaces, Full, HeldPlace
 
 NUM = 16  # and one eighth more
 
 
 class Hall:
-    """The places of a server, with a clock that the test moves."""
+    """The places of a server, with a clock that the test moves. A client's tenant is named as CLIENT/TENANT."""
 
     def __init__(self, num_places: int = NUM) -> None:
         self.now_s = 100.0
         self.places = FairPlaces(num_places, clock=lambda: self.now_s)
-        self.taken_s: dict[str, list[float]] = {}
+        self.taken: dict[str, list[HeldPlace]] = {}
 
-    def take(self, client: str) -> bool:
+    def take(self, caller: str) -> bool:
+        client, _, tenant = caller.partition("/")
         try:
-            self.taken_s.setdefault(client, []).append(self.places.take(client))
+            self.taken.setdefault(caller, []).append(self.places.take((client, tenant)))
         except Full as full:
             self.retry_after_s = full.retry_after_s
             return False
         return True
 
-    def leave(self, client: str) -> None:
-        self.places.give_back(client, self.taken_s[client].pop())
+    def leave(self, caller: str) -> None:
+        self.places.give_back(self.taken[caller].pop())
 
-    def fill(self, client: str) -> int:
-        """Takes places for the client until it gets no more, and returns how many it got."""
+    def fill(self, caller: str) -> int:
+        """Takes places for the caller until it gets no more, and returns how many it got."""
         num = 0
-        while self.take(client):
+        while self.take(caller):
             num += 1
         return num
 
@@ -61,9 +62,9 @@ def test_another_finds_places_at_once_and_those_that_become_free(hall: Hall) -> 
         hall.leave("a")
         assert not hall.take("a"), "kept for b, which was refused"
         hall.fill("b")
-        if len(hall.taken_s["b"]) == NUM // 2:
+        if len(hall.taken["b"]) == NUM // 2:
             break
-    assert len(hall.taken_s["b"]) == NUM // 2
+    assert len(hall.taken["b"]) == NUM // 2
     hall.leave("b")
     assert hall.take("b")
 
@@ -154,16 +155,81 @@ def test_a_refused_client_that_stays_away_is_waited_for_no_longer_than_it_was_to
     assert hall.take("a")
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=200))
+def test_a_tenant_gets_its_part_as_places_become_free(hall: Hall) -> None:
+    assert hall.fill("a/1") == NUM
+    assert not hall.take("a/2"), "the places above all are for other clients"
+    assert hall.fill("b") == NUM // 8
+    for _ in range(NUM):
+        hall.leave("a/1")
+        for each in ("a/1", "b", "a/2"):
+            hall.fill(each)
+    assert [len(hall.taken[each]) for each in ("b", "a/2", "a/1")] == [8, 4, 4]
+
+
+def test_a_client_gets_no_more_places_for_having_many_tenants(hall: Hall) -> None:
+    tenants = [f"a/{number}" for number in range(12)]
+    assert sum(map(hall.fill, tenants)) == NUM
+    assert hall.fill("b") == NUM // 8
+    for _ in range(NUM // 2):
+        hall.leave(max(tenants, key=lambda each: len(hall.taken[each])))
+        for each in (*tenants, "b"):
+            hall.fill(each)
+    assert [sum(len(hall.taken[each]) for each in tenants), len(hall.taken["b"])] == [NUM // 2, NUM // 2]
+
+
+def test_a_client_above_its_share_passes_its_places_on_among_its_tenants(hall: Hall) -> None:
+    """Another client holds little and wants nothing, so what the first one lets go is its own."""
+    assert hall.take("b") and hall.fill("a/1") == NUM - 1
+    waiting = [f"a/{number}" for number in range(2, 26)]
+    for each in waiting:
+        hall.take(each)
+    for _ in range(10):
+        hall.leave("a/1")
+        assert not hall.take("a/1"), "kept for tenants that hold nothing"
+        assert sum(hall.take(each) for each in waiting if not hall.taken[each]) == 1
+
+
+def test_a_tenant_is_not_passed_over_because_other_clients_want_places() -> None:
+    hall = Hall(64)
+    hall.fill("a/1")
+    hall.fill("b")
+    for _ in range(20):
+        hall.take("b")
+    assert not hall.take("a/2")
+    for _ in range(8 + 9):
+        hall.leave("a/1")
+        assert not hall.take("a/1"), "8 are kept for b, and one for the other tenant"
+    assert hall.take("a/2")
+
+
+def test_the_tenants_of_one_client_delay_nobody_by_what_they_want(hall: Hall) -> None:
+    """Not by the time after which others are to come again, nor by places kept for more than the client's share."""
+    hall.fill("a/0")
+    hall.now_s += 16.0
+    hall.leave("a/0")
+    hall.take("a/0")
+    hall.fill("b")
+    hall.now_s += 3.0
+    assert not hall.take("b") and hall.retry_after_s == 1
+    for number in range(1, 301):
+        assert not hall.take(f"a/{number}")
+    assert not hall.take("b") and hall.retry_after_s == 1 + NUM // 2 + 1
+    for _ in range(NUM // 8 + 1):
+        hall.leave("a/0")
+    assert not hall.take("a/300"), "the place is still kept for b, which came before"
+    assert hall.take("b")
+
+
+@given(st.lists(st.tuples(st.sampled_from(("a", "b", "c/1", "c/2", "c/3")), st.booleans()), max_size=200))
 def test_whatever_clients_do_places_add_up(moves: list[tuple[str, bool]]) -> None:
     hall = Hall(8)
     for client, takes in moves:
         if takes:
             hall.take(client)
-        elif hall.taken_s.get(client):
+        elif hall.taken.get(client):
             hall.leave(client)
-        assert len(hall.places) == sum(map(len, hall.taken_s.values())) <= 9
-    for client, taken in hall.taken_s.items():
+        assert len(hall.places) == sum(map(len, hall.taken.values())) <= 9
+    for client, taken in hall.taken.items():
         while taken:
             hall.leave(client)
     hall.now_s += 1000.0

@@ -13,10 +13,10 @@ import structlog
 from common.errors import Overloaded
 from common.host.answering import DONE
 from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
+from common.rpc.fair_shares import Caller
 from common.text import chat_template_process as protocol
 from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, chat_to_json
 from common.text.chat_template import ChatRefused, TextTooLong
-from common.text.turns import Caller
 from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, TextLane
 
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms

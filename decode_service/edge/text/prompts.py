@@ -7,11 +7,11 @@ from functools import partial
 from typing import Self, TypeVar
 
 from common.errors import ContextExceeded, InvalidRequest
+from common.rpc.fair_shares import Caller
 from common.sampling.params import SPELLINGS_PER_BAD_WORD
 from common.telemetry.timeline import Timeline
 from common.text.chat_template import ChatRefused, TextTooLong
 from common.text.tokenizer import TextTokenizer
-from common.text.turns import Caller
 from decode_service.edge.request_checks import (
     MAX_CONTEXTS,
     ChatPrompt,

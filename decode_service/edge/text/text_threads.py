@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from common.errors import Overloaded
-from common.rpc.fair_shares import FairBytes, NoRoom
+from common.rpc.fair_shares import Caller, FairBytes, NoRoom
 from common.telemetry.timeline import TOKENIZE, Timeline
-from common.text.turns import Caller, Turns
+from common.text.turns import Turns
 
 T = TypeVar("T")
 
