@@ -35,6 +35,7 @@ from common.text.json_objects import (
     close_objects,
     inside,
     moves_references,
+    name_types,
     schemas_in,
 )
 from common.text.json_patterns import DATE_PATTERNS, PatternRefused, has_unwritable, writable_pattern
@@ -713,6 +714,7 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
         _check(place, part, _check_keywords, _check_has_no_pattern)
     if keyword := _endless_keyword(schema, [part for _, part in (*schemas, *values)]):
         raise GrammarRefused(f"{keyword}: leads to itself without end, so no text matches it")
+    name_types(part for _, part in schemas)
     if not opens_objects:
         close_objects(schema, [part for _, part in schemas])
     return schema, options

@@ -22,6 +22,10 @@ _VALUES = frozenset({"const", "enum", *SAID_OF_VALUES})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name. A name may be spelled like a keyword."""
 _SAYS_OTHERWISE = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
+_OF_OBJECTS = frozenset({"properties", "additionalProperties", "unevaluatedProperties"})
+_OF_ARRAYS = frozenset({"items", "prefixItems", "unevaluatedItems"})
+"""Keywords that describe an object, or an array, as xgrammar reads a schema without a type."""
+_NAMES_VALUES = frozenset({"type", "const", "enum", "$ref", "allOf", "anyOf", "oneOf"})
 _ALTERNATIVES = ("anyOf", "oneOf")
 _ADDS = frozenset(
     {*_SAYS_OTHERWISE, "properties", "required", "propertyNames", "minProperties", "dependentRequired"}
@@ -37,6 +41,19 @@ itself.
 """
 Part: TypeAlias = tuple[Place, dict[str, Any]]
 """An object in a schema, and its place."""
+
+
+def name_types(schemas: Iterable[dict[str, Any]]) -> None:
+    """Adds the `type` of those of the schemas that describe an object or an array without naming it.
+
+    JSON Schema lets anything else pass there, which nobody means who describes properties or items.
+    """
+    for part in schemas:
+        if _NAMES_VALUES.isdisjoint(part):
+            for keywords, kind in ((_OF_OBJECTS, "object"), (_OF_ARRAYS, "array")):
+                if not keywords.isdisjoint(part):
+                    part["type"] = kind
+                    break
 
 
 def close_objects(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> None:

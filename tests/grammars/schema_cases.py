@@ -98,7 +98,20 @@ CASES = (
     ),
     Case("required undeclared", _object(["b"], a=STRING), [{"b": 1}, {"a": "x", "b": 1}], [{"a": "x"}, {}]),
     Case("required alone", {"type": "object", "required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
-    Case("required without type", {"required": ["a"], "properties": {"a": STRING}}, [{"a": "x"}, 3], [{}]),
+    Case("properties without type", {"required": ["a"], "properties": {"a": STRING}}, [{"a": "x"}], [{}], [3, "a"]),
+    Case("additionalProperties without type", {"additionalProperties": INTEGER}, [{"z": 1}], [{"z": "a"}], [3, []]),
+    Case("items without type", {"items": INTEGER}, [[1]], [["a"]], [3, {}]),
+    Case("prefixItems without type", {"prefixItems": [{"properties": _AB}]}, [[{"a": 1}]], [[{"a": "x"}]], [3, [3]]),
+    Case(
+        "one of those without type", {"anyOf": [{"properties": _AB}, {"type": "null"}]}, [None, {"a": 1}], [], [3, []]
+    ),
+    Case(
+        "a reference to one without type",
+        {"type": "array", "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"properties": _AB}}},
+        [[{"a": 1}]],
+        [[{"a": "x"}]],
+        [[3]],
+    ),
     Case(
         "required after optional",
         _object(["d"], closed=True, a=INTEGER, b=INTEGER, c=INTEGER, d=INTEGER),
