@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.checkpoints.cache import full_disk_named
 from common.draft.formats import read_spec
 from common.draft.spec import Eagle3Spec
 from common.errors import ConfigError, UnsupportedModel
@@ -93,7 +94,7 @@ def export_head(directory: Path, config: dict[str, Any], head: TrainableHead, vo
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in head.state_dict().items()}
     file = directory / "model.safetensors"
-    with replaced(file) as weights:
+    with replaced(file) as weights, full_disk_named():
         save_file({**tensors, **vocabulary.tensors()}, weights, metadata={"format": "pt"})
         weights.chmod(0o644)  # safetensors makes the file readable for its owner only
     with replaced(directory / "config.json") as text:

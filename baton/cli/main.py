@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -45,9 +48,20 @@ def about(
 
 
 def main() -> None:
-    """Runs the `baton` command. SIGTERM ends it like Ctrl-C, so that it stops the processes it started."""
+    """Runs the `baton` command. SIGTERM ends it like Ctrl-C, so that it stops the processes it started. A full disk is
+    told in a line.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at its end
+        sys.exit(f"{error.strerror}: the output is not complete")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from baton_cpu.program.eagle3_head import HeadPrograms
 from baton_cpu.program.forward import NUM_CALL_WORDS, FusedForward, FusedHead
 from baton_cpu.program.kernel.run import take_part
 from baton_cpu.program.kernel.team import Team
-from common.checkpoints.cache import CannotBeMade, make_once, run_python
+from common.checkpoints.cache import CannotBeMade, check_disk, make_once, run_python
 from common.draft.head import HeadProgram
 from common.draft.paged_head import PagedHead
 from common.errors import StartupError
@@ -171,6 +171,7 @@ def _load_kernels_from(kept: Path, dtype: torch.dtype, niceness: int, check: Che
         arguments = ["-m", "baton_cpu.program.compile", name, str(out), str(niceness)]
         error = run_python(arguments, on_wait=look)
         if error is not None:
+            check_disk(error)
             raise StartupError(f"kernels could not be compiled: {error}")
         if next(out.rglob("*.nbc"), None) is None:
             raise StartupError("compiled kernels were not kept")

@@ -107,6 +107,16 @@ def check_disk(output: str) -> None:
         raise OSError(errno.ENOSPC, full)
 
 
+@contextmanager
+def full_disk_named() -> Iterator[None]:
+    """Makes an OSError of a library's own error if that says that the disk is full."""
+    try:
+        yield
+    except Exception as error:
+        check_disk(str(error))
+        raise
+
+
 def run_python(
     arguments: list[str], *, environment: dict[str, str] | None = None, on_wait: Callable[[], None] | None = None
 ) -> str | None:

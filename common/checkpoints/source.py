@@ -29,7 +29,15 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils._validators import validate_repo_id
 
-from common.checkpoints.cache import CONVERSION, OnProgress, convert_gguf, default_cache_dir, make_once, silent
+from common.checkpoints.cache import (
+    CONVERSION,
+    OnProgress,
+    convert_gguf,
+    default_cache_dir,
+    full_disk_named,
+    make_once,
+    silent,
+)
 from common.checkpoints.demo_model import ensure_demo_model
 from common.config.settings import DEMO_MODEL
 from common.errors import StartupError
@@ -179,7 +187,9 @@ def _converted_bin(directory: Path, progress: OnProgress, cache_dir: Path) -> Pa
 
         progress(f"converting {directory.name} to safetensors", 0, 0)
         for file in files:
-            save_file(_read_bin(file), out / f"{file.stem}.safetensors")
+            tensors = _read_bin(file)
+            with full_disk_named():
+                save_file(tensors, out / f"{file.stem}.safetensors")
         for file in directory.glob("*.json"):
             if not file.name.endswith(".index.json"):
                 shutil.copyfile(file, out / file.name)

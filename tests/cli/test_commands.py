@@ -325,6 +325,14 @@ def test_what_is_no_address_is_refused_in_words_at_once(command: str, address: s
     assert ("leave http:// away" in result.stderr) == address.startswith("http")
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["info", "--address", "127.0.0.1:1", "--json"]])
+def test_an_output_for_which_there_is_no_room_is_told_in_a_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "baton", *arguments]
+        ended = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=BOUND_S)
+    assert (ended.returncode, ended.stderr) == (1, "No space left on device: the output is not complete\n")
+
+
 @contextmanager
 def answering(text: bytes) -> Iterator[str]:
     """Yields the address of a server that sends `text` to every connection and closes it."""

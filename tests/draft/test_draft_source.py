@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from common.checkpoints import source
@@ -42,6 +43,16 @@ def test_bin_files_are_converted_once(tmp_path: Path) -> None:
     torch.testing.assert_close(tensors["lm_head.weight"], weight.T)
     assert tensors["d2t"].tolist() == [0, 1, 2, 3]
     assert (converted / "config.json").read_text() == "{}"
+
+
+def test_a_disk_that_a_conversion_fills_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    directory = save_bin(tmp_path / "head", {"fc.weight": torch.ones(2)})
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(StartupError, match=r"^[^\n]* cannot be made: No space left on device [^\n]*$"):
+        resolve_draft(str(directory), cache_dir=tmp_path / "cache")
 
 
 class Evil:

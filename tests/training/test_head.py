@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, GraniteConfig, GraniteForCausalLM, PhiConfig, PhiForCausalLM
 
@@ -19,6 +20,7 @@ from tests.draft.paged_draft import PagedDraft
 from tests.support.loading import load_draft
 from tests.support.loading import load_target as load_served
 from tests.support.models import save_tiny_model
+from training import head_files
 from training.head import TrainableHead, initialize
 from training.head_files import export_head, head_config, head_spec
 from training.target import FrozenTarget, load_target
@@ -128,6 +130,19 @@ def test_an_export_replaces_an_older_one_and_keeps_nothing_else(tmp_path: Path, 
     sizes = [export_head(tmp_path, config, head, vocabulary) for _ in range(2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     assert sizes == [(tmp_path / "model.safetensors").stat().st_size] * 2
+
+
+def test_a_disk_that_an_export_fills_is_named(
+    tmp_path: Path, target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    vocabulary = DraftVocabulary(torch.arange(5, 45).numpy(), target.config.vocab_size)
+    head, config = _head(target, vocabulary)
+    monkeypatch.setattr(head_files, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        export_head(tmp_path, config, head, vocabulary)
 
 
 @pytest.mark.parametrize(

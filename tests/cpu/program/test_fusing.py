@@ -41,6 +41,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self.num_compiled = 0
+        self.outputs: list[str] = []  # of the next processes, which fail
         self.on_compile: Callable[[Callable[[], None]], None] = lambda on_wait: None
         self.forward = NoForward()
         self.apart = 0.0
@@ -48,6 +49,8 @@ class Kernels:
     def run_python(self, arguments: list[str], *, on_wait: Callable[[], None]) -> str | None:
         self.num_compiled += 1
         self.on_compile(on_wait)
+        if self.outputs:
+            return self.outputs.pop()
         (Path(arguments[3]) / "kernel.nbc").write_bytes(pickle.dumps("kernel"))
         return None
 
@@ -152,6 +155,12 @@ def test_where_kernels_cannot_be_kept_they_are_compiled_for_this_process(
     (tmp_path / "file").touch()
     monkeypatch.setattr(kernel_cache._Cache, "directory", tmp_path / "file" / "kernels")
     assert fuse_beside(model) == ["kernels_not_kept", "compiling_kernels", "fused_forward_ready"]
+    assert model.runs_program
+
+
+def test_where_kernels_fill_the_disk_they_are_compiled_for_this_process(model: TargetModel, kernels: Kernels) -> None:
+    kernels.outputs = ["Traceback\nOSError: [Errno 28] No space left on device"]
+    assert fuse_beside(model) == ["compiling_kernels", "kernels_not_kept", "compiling_kernels", "fused_forward_ready"]
     assert model.runs_program
 
 
