@@ -23,10 +23,15 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """The most calls in a message, which is the decode service's limit."""
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
-_PART_HINTS = frozenset({"type", "cache_control", "prompt_cache_breakpoint", "annotations", "logprobs", "parsed"})
+_PART_HINTS = frozenset({"type", "id", "cache_control", "prompt_cache_breakpoint", "annotations", "logprobs", "parsed"})
 """Fields of a text part that change nothing, beside the type."""
-_CALLED_DIRECTLY = ("caller", {"type": "direct"})
-"""A field of a call, or of its answer, that says that no program of the model called."""
+_NEUTRAL = (
+    ("allowed_callers", ["direct"]),
+    ("async", False),
+    ("caller", {"type": "direct"}),
+    ("defer_loading", False),
+)
+"""Fields of tools, calls and their answers that are not served, with the values that ask for nothing."""
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*(?:;|(?=\s|$)))+[ \t]*\n?")
 """Matches Claude Code's text for Anthropic's billing at the start of a system prompt's part."""
 
@@ -106,7 +111,7 @@ def new_call_id() -> str:
 def refuse_other_fields(place: str, value: Mapping[str, Any], fields: Set[str]) -> None:
     """Raises ApiError for a field that is not among `fields`, unless its value asks for nothing."""
     for name, asked in value.items():
-        if name not in fields and asked is not None and asked != [] and (name, asked) != _CALLED_DIRECTLY:
+        if name not in fields and asked is not None and asked != [] and (name, asked) not in _NEUTRAL:
             raise not_served(f"{place}.{name}"[:128])
 
 
@@ -135,7 +140,7 @@ def text_of(place: str, value: Any, kinds: Mapping[str, str], *, between: str = 
         return value
     if not isinstance(value, list):
         raise invalid(place, "must be a string or a list of text parts")
-    return between.join(_part(f"{place}[{number}]", part, kinds) for number, part in enumerate(value))
+    return between.join(part_text(f"{place}[{number}]", part, kinds) for number, part in enumerate(value))
 
 
 def without_billing(text: str) -> str:
@@ -155,8 +160,8 @@ def system_message(text: str) -> ChatMessage | None:
     return ChatMessage("system", rest) if rest or not text else None
 
 
-def _part(place: str, part: Any, kinds: Mapping[str, str]) -> str:
-    """Returns the text of one content part, such as {"type": "text", "text": "..."}."""
+def part_text(place: str, part: Any, kinds: Mapping[str, str]) -> str:
+    """Returns the text of one content part, such as {"type": "text", "text": "..."}. Raises ApiError like `text_of`."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise invalid(place, "must be a text part")

@@ -17,8 +17,8 @@ from gateway.conversation import kind_not_served, refuse_other_fields
 from gateway.errors import invalid, none_of, not_served, shown
 
 _NAME = re.compile("[a-zA-Z0-9_-]+")
-_NEUTRALS: Mapping[str, Any] = {"allowed_callers": ["direct"], "defer_loading": False}
-"""Fields of a tool that are not served, with the values that ask for nothing."""
+_FUNCTION_HINTS = {"cache_control", "return"}
+"""Fields of a function that change nothing here. transformers describes what a Python function returns."""
 _BESIDE = ("type", "cache_control")
 _CHOICES = ("none", "auto", "required")
 _STRING: JsonSchemaValue = {"type": "string"}
@@ -111,8 +111,7 @@ def parse_function(
 
     Raises ApiError, which names the wrong field at `place`.
     """
-    asked = {name: value for name, value in function.items() if name not in _NEUTRALS or value != _NEUTRALS[name]}
-    refuse_other_fields(place, asked, {"name", "description", "strict", "cache_control", schema_field})
+    refuse_other_fields(place, function, {"name", "description", "strict", schema_field, *_FUNCTION_HINTS})
     description, strict = function.get("description"), function.get("strict")
     if description is not None and not isinstance(description, str):
         raise invalid(f"{place}.description", "must be a string")

@@ -22,6 +22,7 @@ from gateway.conversation import (
     messages_schema,
     new_call_id,
     not_empty,
+    part_text,
     refuse_other_fields,
     string,
     system_message,
@@ -45,6 +46,8 @@ _FIELDS_OF_ROLES = {
     },
     "tool": {"tool_call_id"},
 }
+_THINKING_FIELDS = {"type", "thinking", "signature", "closed"}
+"""The fields of a part of an assistant's content that is a thought, as Anthropic and Mistral write it."""
 _CALL_FIELDS = {"id", "type", "function", "index", "cache_control", "provider_specific_fields"}
 _FUNCTION_FIELDS = {"name", "arguments", "parsed_arguments", "provider_specific_fields"}
 """Fields of messages, calls and functions. Those that are parsed or a provider's are additions of OpenAI's package and
@@ -52,6 +55,7 @@ of LiteLLM to an answer, which they send back with it. They are ignored.
 """
 _MAX_NAME_CHARS = 64
 _TEXT = {"text": "text"}
+_SAID = {**_TEXT, "refusal": "refusal"}
 
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
 
@@ -98,6 +102,7 @@ class ChatFields(ChoicesFields, TemplateFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     asks_for_nothing: ClassVar = {"add_special_tokens": (False,), "echo": (False,), "separate_reasoning": (True,)}
+    names_here: ClassVar = {"max_output_tokens": "max_completion_tokens", "stop_sequences": "stop"}
 
 
 class ChatChoice:
@@ -335,16 +340,17 @@ def _message(place: str, message: dict[str, Any]) -> ChatMessage | None:
         raise invalid(f"{place}.name", f"has {len(name)} characters, more than {_MAX_NAME_CHARS}")
     if role == "assistant":
         calls = _tool_calls(f"{place}.tool_calls", message.get("tool_calls"))
-        said = _said_by_assistant(place, message, has_calls=bool(calls))
+        said, thought = _said_by_assistant(place, message, has_calls=bool(calls))
         names = ("reasoning_content", "reasoning")  # two names of one thing
         reasoning = [string(f"{place}.{name}", message[name]) for name in names if message.get(name) is not None]
-        return ChatMessage(role, said, calls, reasoning=next(filter(None, reasoning), ""))
+        return ChatMessage(role, said, calls, reasoning=next(filter(None, (*reasoning, thought)), ""))
     role, said = _ROLES[role], text_of(f"{place}.content", message.get("content"), _TEXT)
     return system_message(said) if role == "system" else ChatMessage(role, said)
 
 
-def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> str:
-    """Returns the text of an assistant's message: its content, and its refusal as further lines.
+def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) -> tuple[str, str]:
+    """Returns the text of an assistant's message, which is its content and its refusal as further lines, and the text
+    of the content's parts that are thoughts.
 
     Content that is null counts as "". So does absent content, if the message has a refusal or tool calls.
     """
@@ -354,8 +360,20 @@ def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) 
     said = message.get("content")
     if said is None and ("content" in message or refusal is not None or has_calls):
         said = ""
-    text = text_of(f"{place}.content", said, {"text": "text", "refusal": "refusal"})
-    return "\n".join(filter(None, (text, refusal)))
+    place = f"{place}.content"
+    if not isinstance(said, list):
+        return "\n".join(filter(None, (text_of(place, said, _SAID), refusal))), ""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for number, part in enumerate(said):
+        where = f"{place}[{number}]"
+        if isinstance(part, dict) and part.get("type") == "thinking":
+            refuse_other_fields(where, part, _THINKING_FIELDS)
+            thoughts.append(text_of(f"{where}.thinking", part.get("thinking"), _TEXT))
+        else:
+            texts.append(part_text(where, part, _SAID))
+    text = "\n".join(texts)
+    return "\n".join(filter(None, (text, refusal))), "\n".join(thoughts)
 
 
 def _tool_calls(place: str, calls: Any) -> tuple[ToolCall, ...]:

@@ -54,6 +54,11 @@ class CompletionFields(ChoicesFields, ReasoningFields):
     reasoning_effort: Effort | None = None
 
     asks_for_nothing: ClassVar = {"add_special_tokens": (True,), "separate_reasoning": (False, True)}
+    names_here: ClassVar = {
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+        "stop_sequences": "stop",
+    }
 
 
 class TextChoice:

@@ -33,7 +33,7 @@ _TEXT = {"text": "text"}
 _FIELDS: Mapping[str, frozenset[str]] = {
     kind: frozenset({"type", "cache_control", *fields})
     for kind, fields in {
-        "text": ("text",),
+        "text": ("text", "id"),
         "thinking": ("thinking", "signature"),
         "redacted_thinking": ("data",),
         "tool_use": ("id", "name", "input"),

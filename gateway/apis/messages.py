@@ -85,6 +85,8 @@ class ConversationFields(ReasoningFields, RequestFields):
 
     asks_for_nothing: ClassVar = {
         "container": (),
+        "diagnostics": ({},),
+        "fallbacks": ([],),
         "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "mcp_servers": ([],),
         "speed": ("standard",),
@@ -94,15 +96,13 @@ class ConversationFields(ReasoningFields, RequestFields):
 class MessageFields(GenerationFields, ConversationFields):
     max_tokens: int
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
-
-    @property
-    def format_text(self) -> str:
-        """The JSON schema that the answer must fit; empty if it may be anything."""
-        form = None if self.output_config is None else self.output_config.format
-        return "" if form is None else form.content
+    output_format: OutputSchema | None = None  # the older name of output_config.format
 
     def _constraints(self) -> Iterator[Constraint]:
-        yield Constraint("json_schema", self.format_text, "output_config.format")
+        if self.output_config is not None and (form := self.output_config.format) is not None:
+            yield Constraint("json_schema", form.content, "output_config.format")
+        if self.output_format is not None:
+            yield Constraint("json_schema", self.output_format.content, "output_format")
         yield from super()._constraints()
 
 

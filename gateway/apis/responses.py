@@ -155,8 +155,10 @@ class ResponseFields(ReasoningFields, GenerationFields):
 
     asks_for_nothing: ClassVar = {
         "background": (False,),
+        "background_options": ({},),
         "context_management": ([],),
         "conversation": (),
+        "image": ({},),
         "max_tool_calls": (),
         "previous_response_id": (),
         "prompt": (),

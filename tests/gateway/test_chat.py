@@ -16,6 +16,7 @@ from baton.v1.inference_pb2 import (
     GenerateEvent,
 )
 from gateway.apis.chat import parse_chat
+from gateway.errors import ApiError
 from gateway.plan import ChatInput
 from tests.client.scripted_inference import BOUND_S, ScriptedServer, delta, finished, started
 from tests.gateway.callers import Caller
@@ -87,6 +88,10 @@ def test_a_stream_is_server_sent_events_that_end_with_done(gateway: GatewayHere)
         ({"content": None, "refusal": None, "tool_calls": [], "function_call": None, "audio": None}, ""),
         ({"content": "yes", "refusal": ""}, "yes"),
         ({"content": "I", "refusal": "won't"}, "I\nwon't"),
+        (
+            {"content": [{"type": "text", "text": "I", "id": "lc_1"}, {"type": "refusal", "refusal": "won't"}]},
+            "I\nwon't",
+        ),
     ],
 )
 def test_what_an_assistant_refused_with_is_what_it_said(message: dict[str, Any], said: str) -> None:
@@ -94,6 +99,24 @@ def test_what_an_assistant_refused_with_is_what_it_said(message: dict[str, Any],
     (prompt,) = parse_chat(json.dumps(body).encode()).prompts
     assert isinstance(prompt, ChatInput)
     assert prompt.messages[len(MESSAGES)] == ChatMessage("assistant", said)
+
+
+@pytest.mark.parametrize(
+    ("parts", "reasoning"),
+    [
+        ([{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "text", "text": "yes"}], "Hm."),
+        ([{"type": "text", "text": "yes"}, {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}], "Hm."),
+        ([{"type": "thinking", "thinking": each} for each in "ab"] + [{"type": "text", "text": "yes"}], "a\nb"),
+    ],
+)
+def test_parts_that_are_thoughts_are_the_assistant_s_reasoning(parts: list[Any], reasoning: str) -> None:
+    body = {"model": "tiny", "messages": [*MESSAGES, {"role": "assistant", "content": parts}, MESSAGES[-1]]}
+    (prompt,) = parse_chat(json.dumps(body).encode()).prompts
+    assert isinstance(prompt, ChatInput)
+    assert prompt.messages[len(MESSAGES)] == ChatMessage("assistant", "yes", reasoning=reasoning)
+    body["messages"][len(MESSAGES)]["content"] = [*parts, {"type": "text", "text": 1}]
+    with pytest.raises(ApiError, match=rf"^messages\[{len(MESSAGES)}\]\.content\[{len(parts)}\]\.text: must be"):
+        parse_chat(json.dumps(body).encode())
 
 
 def called(id: str, arguments: str = '{"a": 1}', **fields: Any) -> dict[str, Any]:

@@ -256,8 +256,10 @@ def test_a_choice_of_tools_is_what_anthropic_means_by_it(choice: Any, expected: 
     assert prompt_of(tools=[PICK], tool_choice={"type": "none"}).tools is None
 
 
-def test_the_fields_travel(edge: GatewayHere, scripted: ScriptedServer) -> None:
+@pytest.mark.parametrize("is_older", [False, True])
+def test_the_fields_travel(edge: GatewayHere, scripted: ScriptedServer, is_older: bool) -> None:
     schema = {"type": "object", "properties": {"kind": {"enum": ["ab"]}}}
+    form = {"type": "json_schema", "schema": schema}
     fields = {
         "temperature": 0.5,
         "top_p": 0.25,
@@ -265,7 +267,8 @@ def test_the_fields_travel(edge: GatewayHere, scripted: ScriptedServer) -> None:
         "stop_sequences": ["a", "b"],
         "metadata": {"user_id": "someone"},
         "thinking": {"type": "enabled", "budget_tokens": 5},
-        "output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"},
+        "output_config": {"format": None if is_older else form, "effort": "low"},
+        "output_format": form if is_older else None,
         "min_p": 0.125,
         "seed": 7,
         "cache_salt": "tenant",
@@ -543,6 +546,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"system": [text("a", other=1)]}, "system[0].other"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {}}}, "regex": "a"}, "regex"),
+    ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_format"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"stop_sequences": ["a"], "stop": ["b"]}, "stop"),
     ({"temperature": -1}, "temperature"),
@@ -571,11 +575,11 @@ def test_what_is_wrong_is_refused_by_name(gateway: GatewayHere, change: dict[str
         {"tools": [{**CLOCK, "eager_input_streaming": True, "allowed_callers": ["direct"]}]},
         {"tools": [{**CLOCK, "name": "f" * 128}]},
         {"system": "", "stop_sequences": ["b"], "stop": ["b"]},
-        {"context_management": {"edits": None}},
+        {"context_management": {"edits": None}, "diagnostics": {"previous_message_id": None}, "fallbacks": []},
         {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all", "value": None}]}},
         {"output_config": {"effort": "max"}},
         {"output_config": {"format": {"type": "json_schema", "schema": {}, "name": None, "value": None}}},
-        said(text("a", cache_control={"type": "ephemeral"})),
+        said(text("a", cache_control={"type": "ephemeral"}, id="lc_1")),
         {"messages": [{"role": "user", "content": "a", "cache_control": {"type": "ephemeral"}}]},
     ],
 )

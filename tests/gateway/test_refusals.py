@@ -534,6 +534,8 @@ def test_the_message_says_that_v1_is_there_twice(gateway: GatewayHere) -> None:
         ("/v1/responses", "messages", MESSAGES, "is unknown, its name here is input"),
         ("/v1/responses", "max_tokens", 1, "is unknown, its name here is max_output_tokens"),
         ("/v1/responses", "response_format", {}, "is unknown, its name here is text.format"),
+        (CHAT, "max_output_tokens", 1, "is unknown, its name here is max_completion_tokens"),
+        (COMPLETIONS, "max_completion_tokens", 1, "is unknown, its name here is max_tokens"),
         (CHAT, "functions", [TOOL["function"]], "is not served, tools is"),
         (CHAT, "function_call", {"name": "f"}, "is not served, tool_choice is"),
         (COMPLETIONS, "functions", [TOOL["function"]], 'is not served, unless function_call is "none"'),
