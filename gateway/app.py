@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from importlib.metadata import version as package_version
@@ -19,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import AsyncClient
-from baton.errors import BatonError
+from baton.errors import BatonError, DeadlineExceeded
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from gateway.apis.chat import CHAT
@@ -232,9 +231,8 @@ class _GatewayHealth:
         if self._open_requests.is_draining:
             return "the gateway is stopping"
         try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                status = await self._client.health(READY_SERVICE["decode"])
-        except TimeoutError:
+            status = await self._client.health(READY_SERVICE["decode"], timeout_s=HEALTH_TIMEOUT_S)
+        except DeadlineExceeded:
             return f"the decode service did not answer within {HEALTH_TIMEOUT_S:g} s"
         except BatonError as error:
             return f"the decode service cannot be reached: {error}"

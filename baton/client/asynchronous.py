@@ -290,15 +290,15 @@ class AsyncClient:
         request = inference_pb2.GetInferenceLoadRequest()
         return inference_load_from_wire(await self._ask(lambda server: server.inference.GetLoad, request))
 
-    async def health(self, service: str = "") -> HealthStatus:
-        """Asks a server for its health.
+    async def health(self, service: str = "", *, timeout_s: float | None = None) -> HealthStatus:
+        """Asks a server for its health. `timeout_s` applies instead of the client's `rpc_timeout_s`, unless it is None.
 
         `service` "" asks whether the process lives, "baton.v1.Inference" whether it can serve requests. The answer for
         a name that the server does not know is UNKNOWN_SERVICE. Raises Unavailable if the server cannot be reached.
         """
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            return health_from_wire(await self._ask(lambda server: server.health.Check, request))
+            return health_from_wire(await self._ask(lambda server: server.health.Check, request, timeout_s))
         except NotFound:
             return HealthStatus.UNKNOWN_SERVICE
 
@@ -306,11 +306,13 @@ class AsyncClient:
         """Cancels the open calls and closes the connections."""
         await self._servers.close()
 
-    async def _ask(self, method_of: Callable[[Server], Any], request: Any) -> Any:
+    async def _ask(self, method_of: Callable[[Server], Any], request: Any, timeout_s: float | None = None) -> Any:
         """Calls a method of a server, and returns its answer. If the server is full, cannot be reached or sends no head
         of an answer in time, another one is asked. Raises BatonError.
         """
-        give_up_s = time.monotonic() + self._rpc_timeout_s
+        in_all_s = max(0.0, self._rpc_timeout_s if timeout_s is None else bounded_s("timeout_s", timeout_s))
+        answer_timeout_s = min(ANSWER_TIMEOUT_S, in_all_s / 2)
+        give_up_s = time.monotonic() + in_all_s
         avoided: set[Server] = set()
         errors: dict[Server, BatonError] = {}
         while True:
@@ -319,9 +321,9 @@ class AsyncClient:
             left_s = max(0.0, give_up_s - time.monotonic())
             try:
                 call = method_of(server)(request, timeout=left_s)
-                if left_s <= ANSWER_TIMEOUT_S or await _answers(call, ANSWER_TIMEOUT_S):
+                if left_s <= answer_timeout_s or await _answers(call, answer_timeout_s):
                     return await _only_answer(call)
-                errors[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
+                errors[server] = self._servers.note_hung(server, answer_timeout_s)
                 self._servers.avoid(server, avoided)
             except asyncio.CancelledError:
                 if _is_task_cancelled():
