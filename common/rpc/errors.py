@@ -26,6 +26,12 @@ _NOT_CONNECTED = re.compile(
 )
 _NOT_FOUND = re.compile(r"errors resolving (?P<address>\S+): .*", re.DOTALL)
 _REMOTE = re.compile("Failed to connect to remote host: |connect failed: addr: .* error: ")
+_HANGS = "{address} takes connections and answers none: it hangs, or is no gRPC service"
+_CLOSED = (
+    "{address} closed the connection at once: it wants TLS, or a client certificate that it trusts, or is no service "
+    "of Baton"
+)
+_RESET = "Connection reset by peer"
 _WORDS = (
     ("Connection refused", "nothing listens at {address} (connection refused)"),
     ("Failed to connect to remote host: ", "{address} cannot be reached: {cause}"),
@@ -36,10 +42,9 @@ _WORDS = (
         "{address} speaks HTTP/1 and no gRPC: it may be Baton's gateway; the decode service has an address of its own, "
         "port 50051 by default",
     ),
-    (
-        "timed out before receiving SETTINGS",
-        "{address} takes connections and answers none: it hangs, or is no gRPC service",
-    ),
+    ("health check call failed", "{address} does not say whether it is ready: {cause}"),
+    ("timed out before receiving SETTINGS", _HANGS),
+    ("Handshake read failed (Endpoint closing)", _HANGS),
     ("Failed parsing HTTP/2", "{address} does not speak gRPC: it is no service of Baton"),
     ("WRONG_VERSION_NUMBER", "{address} does not speak TLS: leave TLS off, or give another address"),
     ("certificate has expired", "the certificate of {address} has expired"),
@@ -52,11 +57,11 @@ _WORDS = (
         "the certificate of {address} is for another hostname: use one that it names, or say which (server name)",
     ),
     ("security handshaker", "{address}: no TLS with these files: CA, certificate and key must be PEM, and fit"),
-    (
-        "",
-        "{address} closed the connection at once: it wants TLS, or a client certificate that it trusts, or is no "
-        "service of Baton",
-    ),
+    ("Socket closed", _CLOSED),
+    (_RESET, _CLOSED),
+    ("_ALERT_", _CLOSED),  # of TLS 1.2, with which the server refused a client certificate or missed one
+    ("Unwrap failed", _CLOSED),  # such an alert of TLS 1.3
+    ("", "{address} cannot be used: {cause}"),
 )
 """Pairs of a part of gRPC's text and our explanation. The first pair whose part occurs in the text is used."""
 _VERDICT = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: (?P<verdict>[^:]+))?")
@@ -67,7 +72,6 @@ _BROKEN = {
     "ping timeout": "the server has not answered: it hangs or cannot be reached",
     "Deadline Exceeded": "no answer came in time",
 }
-_RESET = "Connection reset by peer"
 _REMOVED = re.compile(r"Stream removed \((.*)\)", re.DOTALL)
 
 

@@ -196,3 +196,27 @@ def test_a_host_that_cannot_be_reached_wants_no_certificate(why: str) -> None:
     assert (
         connection_words(told.format("Network is unreachable")) == "9.9.9.9:5 cannot be reached: Network is unreachable"
     )
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        (
+            "UNAVAILABLE: {}: Handshake read failed (Endpoint closing)",
+            "takes connections and answers none: it hangs, or is no gRPC service",
+        ),
+        (
+            "{}: health check call failed; will retry after backoff",
+            "does not say whether it is ready: health check call failed; will retry after backoff",
+        ),
+        ("UNAVAILABLE: {}: Socket closed", "closed the connection at once"),
+        ("UNAVAILABLE: {}: recvmsg:Connection reset by peer (104)", "closed the connection at once"),
+        ("UNAVAILABLE: {}: Tls handshake failed: SSLV3_ALERT_HANDSHAKE_FAILURE: OK", "closed the connection at once"),
+        ("UNAVAILABLE: {}: Unwrap failed (TSI_DATA_CORRUPTED)", "closed the connection at once"),
+        ("UNKNOWN: {}: something new", "cannot be used: something new"),
+    ],
+    ids=["hangs", "health", "closed", "reset", "alert", "alert of TLS 1.3", "unknown"],
+)
+def test_a_connection_that_fails_is_told_for_what_it_is(why: str, words: str) -> None:
+    told = connection_words(f"failed to connect to all addresses; last error: {why.format('ipv4:9.9.9.9:5')}")
+    assert told.startswith(f"9.9.9.9:5 {words}")
