@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import AsyncClient
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError
 from baton.server_info import HealthStatus
 from baton.service_process import READY_SERVICE
 from gateway.apis.chat import CHAT
@@ -26,7 +26,7 @@ from gateway.apis.completions import COMPLETIONS
 from gateway.apis.messages import MESSAGES, ConversationFields
 from gateway.apis.responses import RESPONSES
 from gateway.edge import ApiKeys, HostCheck, HttpEdge, KeyCheck, TracedApp
-from gateway.errors import ApiError, api_error_of, internal
+from gateway.errors import ApiError, answer_of, api_error_of, internal
 from gateway.fields import RequestFields
 from gateway.generation import GenerationEndpoint
 from gateway.limits import HttpLimits
@@ -231,9 +231,7 @@ class _GatewayHealth:
         if self._open_requests.is_draining:
             return "the gateway is stopping"
         try:
-            status = await self._client.health(READY_SERVICE["decode"], timeout_s=HEALTH_TIMEOUT_S)
-        except DeadlineExceeded:
-            return f"the decode service did not answer within {HEALTH_TIMEOUT_S:g} s"
+            status = await answer_of(self._client.health(READY_SERVICE["decode"], timeout_s=HEALTH_TIMEOUT_S))
         except BatonError as error:
             return f"the decode service cannot be reached: {error}"
         return None if status is HealthStatus.SERVING else "the decode service is not ready"

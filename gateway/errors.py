@@ -7,14 +7,15 @@ ClientLeft   the client has left, so nothing can be answered
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import grpc
 
-from baton.errors import QUEUE_FULL, BatonError
+from baton.errors import QUEUE_FULL, BatonError, DeadlineExceeded, Unavailable
 from common.peer_text import peer_text
 
+AnswerT = TypeVar("AnswerT")
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
@@ -167,6 +168,16 @@ def unavailable(message: str, *, code: str = "unavailable") -> ApiError:
 def internal() -> ApiError:
     """Returns the error for a bug in the gateway. Details are in the log only."""
     return ApiError(500, "the gateway failed", kind=SERVER_ERROR, code="internal_error")
+
+
+async def answer_of(call: Awaitable[AnswerT]) -> AnswerT:
+    """Waits for the decode service's answer to a small call. Raises Unavailable in place of DeadlineExceeded, because
+    the time of such a call is the gateway's: the HTTP request has no deadline.
+    """
+    try:
+        return await call
+    except DeadlineExceeded as error:
+        raise Unavailable("it has not answered in time") from error
 
 
 def api_error_of(error: BatonError, params: Mapping[str, str]) -> ApiError:

@@ -12,7 +12,7 @@ from baton import AsyncClient
 from baton.errors import BatonError, Unavailable
 from baton.server_info import ModelInfo
 from common.text.output_formats import FORMATS, NONE, OutputFormat
-from gateway.errors import ApiError
+from gateway.errors import ApiError, answer_of
 
 _MAX_AGE_S = 30.0
 
@@ -113,7 +113,7 @@ class ServedModel:
     async def _ask(self) -> ModelCard | BatonError:
         """Asks for the model. Returns an error instead of raising it, because all callers may have left."""
         try:
-            info = await self._client.model_info()
+            info = await answer_of(self._client.model_info())
         except BatonError as error:
             return error
         self._card = ModelCard(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Annotated, Any, TypeVar, Unpack
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Unpack
 
 from pydantic import Field
 from starlette.types import Receive, Send
 
 from baton import AsyncClient
-from baton.errors import BatonError, DeadlineExceeded, Unavailable
+from baton.errors import BatonError
 from gateway.apis.chat import ChatMessages, TemplateFields, chat_params, chat_prompt
 from gateway.apis.messages import ConversationFields, conversation_prompt
-from gateway.errors import api_error_of, invalid
+from gateway.errors import answer_of, api_error_of, invalid
 from gateway.fields import RequestFields, parse_fields
 from gateway.open_requests import OpenRequest
 from gateway.post_endpoint import PostEndpoint, PostParts, unless_left
@@ -20,8 +20,6 @@ from gateway.reasoning import Effort, ReasoningFields, effort_wish
 from gateway.request_record import HttpRecord
 from gateway.sending import JsonResponse
 from gateway.served_model import ModelCard
-
-AnswerT = TypeVar("AnswerT")
 
 
 class TextFields(ReasoningFields, RequestFields):
@@ -91,7 +89,7 @@ class Tokenizing:
             params = chat_params(prompt)
             source = prompt.served_by(card, record.ignored).arguments
         try:
-            tokenized = await _answer_of(
+            tokenized = await answer_of(
                 self._client.tokenize(
                     **source,
                     add_special_tokens=fields.add_special_tokens,
@@ -112,7 +110,7 @@ class Tokenizing:
         fields = parse_fields(body, DetokenizeFields)
         if fields.model is not None:
             card.check(fields.model)
-        return {"prompt": await _answer_of(self._client.detokenize(fields.tokens, tenant=record.client or None))}
+        return {"prompt": await answer_of(self._client.detokenize(fields.tokens, tenant=record.client or None))}
 
     async def count_tokens(self, body: bytes, card: ModelCard, record: HttpRecord) -> dict[str, Any]:
         fields = parse_fields(body, ConversationFields)
@@ -120,17 +118,7 @@ class Tokenizing:
         prompt, params = conversation_prompt(fields)
         try:
             prompt = prompt.served_by(card, record.ignored)
-            tokenized = await _answer_of(self._client.tokenize(**prompt.arguments, tenant=record.client or None))
+            tokenized = await answer_of(self._client.tokenize(**prompt.arguments, tenant=record.client or None))
         except BatonError as error:
             raise api_error_of(error, params) from None
         return {"input_tokens": len(tokenized.token_ids)}
-
-
-async def _answer_of(call: Awaitable[AnswerT]) -> AnswerT:
-    """Waits for the decode service's answer. Turns DeadlineExceeded into Unavailable, because the HTTP request has no
-    deadline.
-    """
-    try:
-        return await call
-    except DeadlineExceeded as error:
-        raise Unavailable("the decode service has not answered in time") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import Unavailable
+from baton.errors import DeadlineExceeded, Unavailable
 from gateway.served_model import ServedModel
 from tests.client.scripted_inference import BOUND_S
 from tests.gateway.gateway_here import gateway_here
@@ -88,6 +88,14 @@ async def test_its_failure_is_that_of_all_and_the_next_asks_again(served: Served
     assert len(decode.questions) == 1
     await known(served, decode, "demo")
     assert len(decode.questions) == 2
+
+
+async def test_a_service_that_does_not_answer_in_time_is_unavailable(served: ServedModel, decode: Decode) -> None:
+    asking = asyncio.create_task(served.card())
+    await turns()
+    decode.questions[0].set_exception(DeadlineExceeded("no answer came in time"))
+    with pytest.raises(Unavailable, match="it has not answered in time"):
+        await asking
 
 
 async def test_no_caller_waits_longer_than_for_admission(decode: Decode) -> None:
