@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.device.piece import close_all, event_name, failure_of, piece_span, raise_failure, run_piece
 from common.device.stream import (
+    LONGEST_LOOK_S,
     Device,
     DeviceMemory,
     DeviceTimeout,
@@ -56,9 +57,12 @@ class CpuEvent(Event):
 
     def synchronize(self, timeout_s: float) -> None:
         if not self._is_done:
-            if not self._undone.acquire(timeout=max(0.0, timeout_s)):
-                event = event_name(self._name, self._scope or self._stream_scope)
-                raise DeviceTimeout(f"stream {self._stream_scope.name} did not reach {event} within {timeout_s} s")
+            left_s = max(0.0, timeout_s)
+            while not self._undone.acquire(timeout=min(left_s, LONGEST_LOOK_S)):
+                left_s -= LONGEST_LOOK_S
+                if left_s <= 0.0:
+                    event = event_name(self._name, self._scope or self._stream_scope)
+                    raise DeviceTimeout(f"stream {self._stream_scope.name} did not reach {event} within {timeout_s} s")
             self._undone.release()  # others may be waiting too
         if self._error is not None:
             raise_failure(self._error, event_name(self._name, self._scope or self._stream_scope))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from common.device.piece import close_all, event_name, failure_of, figures_of, piece_name, raise_failure, run_piece
 from common.device.stream import (
+    LONGEST_LOOK_S,
     Device,
     DeviceLost,
     DeviceMemory,
@@ -74,12 +75,14 @@ class CudaEvent(Event):
         return self._is_done
 
     def synchronize(self, timeout_s: float) -> None:
-        begin_s = time.monotonic()
+        waited_s, looked_s = 0.0, time.monotonic()
         while not self.is_done():
-            waited_s = time.monotonic() - begin_s
             if waited_s >= timeout_s:
                 raise DeviceTimeout(f"stream {self._stream_name} did not reach {self._name} within {timeout_s} s")
             time.sleep(0.0 if waited_s < _SPIN_S else _POLL_S)
+            now_s = time.monotonic()
+            waited_s += min(now_s - looked_s, LONGEST_LOOK_S)
+            looked_s = now_s
         raise_failure(self._error, self._name)
 
     @property

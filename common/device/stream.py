@@ -31,6 +31,10 @@ from torch import Tensor
 from common.errors import EngineFault
 
 T = TypeVar("T")
+LONGEST_LOOK_S = 1.0
+"""The most seconds that one look counts towards a time limit. So nobody is taken for lost when the process or its
+machine was suspended.
+"""
 _EMPTY = object()
 _LOOK_WAIT_S = 0.001
 _QUEUED_WAIT_S = 0.05
@@ -130,8 +134,8 @@ class Event(Protocol):
     def synchronize(self, timeout_s: float) -> None:
         """Blocks the calling thread until the event is done.
 
-        Raises DeviceTimeout if that takes longer than `timeout_s`. Raises PieceFailed, with `error` as its cause, if
-        the event carries an error.
+        Raises DeviceTimeout if that takes longer than `timeout_s`. A time in which the process was stopped counts as
+        LONGEST_LOOK_S at most. Raises PieceFailed, with `error` as its cause, if the event carries an error.
         """
 
     @property

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import structlog
 
-from common.device.stream import Device, StreamKind, StreamProgress
+from common.device.stream import LONGEST_LOOK_S, Device, StreamKind, StreamProgress
 from common.errors import EngineLost, EngineStalled
 
 UNREADY_AFTER_S = 3.5
@@ -28,8 +28,6 @@ UNREADY_AFTER_S = 3.5
 With one poll of the watchdog and one of readiness, 0.1 s each, health reports it within 5 s.
 """
 LOOK_INTERVAL_S = 0.1
-LONGEST_LOOK_S = 1.0
-"""The most seconds that a look counts. So nobody is taken for lost when the process or its machine was suspended."""
 
 _log = structlog.get_logger(__name__)
 

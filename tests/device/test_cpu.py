@@ -9,12 +9,23 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.device.cpu import CpuDevice
-from common.device.stream import DeviceTimeout, Event, PieceFailed, Scope, Stream, StreamClosed, StreamKind
+from common.device import cpu as cpu_module
+from common.device.cpu import CpuDevice, CpuEvent
+from common.device.stream import (
+    LONGEST_LOOK_S,
+    DeviceTimeout,
+    Event,
+    PieceFailed,
+    Scope,
+    Stream,
+    StreamClosed,
+    StreamKind,
+)
 from tests.device.rigs import BOUND_S, SOON_S, finish
 
 
@@ -86,6 +97,30 @@ def test_a_bound_that_has_passed_already_does_not_wait(
     waiter.start()
     waiter.join(BOUND_S)
     assert [type(error) for error in raised] == [DeviceTimeout]
+
+
+def test_a_time_in_which_the_process_was_stopped_counts_as_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_s: list[float] = []
+    num_late = 1
+
+    class Lock:
+        """Locks in a process that was stopped in the first waits: they last longer than asked, and time out."""
+
+        def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:
+            if timeout >= 0.0:
+                waits_s.append(timeout)
+            return len(waits_s) > num_late
+
+        def release(self) -> None: ...
+
+    monkeypatch.setattr(cpu_module, "threading", SimpleNamespace(Lock=Lock))
+    CpuEvent(Scope("forward"), None).synchronize(300.0)
+    assert waits_s == [LONGEST_LOOK_S] * 2
+
+    waits_s, num_late = [], 1_000_000
+    with pytest.raises(DeviceTimeout):
+        CpuEvent(Scope("forward"), None).synchronize(300.5)
+    assert sum(waits_s) == 300.5
 
 
 # --- a stream that ends early

@@ -209,6 +209,22 @@ def test_a_wait_ends_within_a_tenth_of_a_millisecond_of_its_event(
     assert clock.now_s - done_s < 1e-4
 
 
+def test_a_wait_goes_on_after_a_time_in_which_the_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cuda_module, "time", clock)
+    num_queries = 0
+
+    class Event:
+        def query(self) -> bool:
+            nonlocal num_queries
+            num_queries += 1
+            if num_queries == 2:
+                clock.now_s += 1000.0
+            return num_queries == 5
+
+    CudaEvent(Event(), "publish_ready of step 3", None).synchronize(300.0)  # type: ignore[arg-type]
+
+
 def test_a_wait_that_is_over_its_bound_names_its_event_and_stream(cuda: FakeCuda) -> None:
     forward = CudaDeviceOnFake(cuda).new_stream("forward")
     forward.enqueue(lambda: cuda.hold() and None)

@@ -1,5 +1,5 @@
-"""Tests of the ends of a prefill engine's forwards and of the engine itself: time limits, the extent of failures, lost
-devices, and closing.
+"""Tests of the ends of a prefill engine's forwards and of the engine itself: the extent of failures, lost devices, and
+closing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tests.support.pair import InProcessPair
 from tests.support.scripted_device import ScriptedDevice
 
 CHUNK_TOKENS = 8
-BOUND_S = 300.0
 
 
 class Prefill(PrefillHalf):
@@ -67,20 +66,16 @@ def make_prefill(tiny_target: Callable[[str], TargetModel]) -> MakePrefill:
     return lambda: Prefill(FaultyTarget(tiny_target("llama")))
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["well", "failed"])
-def test_a_forward_has_its_time_from_when_the_one_before_it_ended(make_prefill: MakePrefill, fails: bool) -> None:
+def test_a_forward_may_take_any_time(make_prefill: MakePrefill) -> None:
+    """The watchdog ends an engine that hangs, and does not count the time in which the process was stopped."""
     prefill = make_prefill()
-    prefill.target.fails = lambda batch: fails
     prefill.open_two()
-    prefill.now_s = BOUND_S - 1
+    prefill.now_s = 1e6
+    prefill.step()
     prefill.run_first_forward()
-    prefill.step()
-    assert prefill.failed_rows == ([0] if fails else [])
-    prefill.now_s = 2 * BOUND_S - 2
-    prefill.step()
-    prefill.now_s = 2 * BOUND_S
-    with pytest.raises(DeviceTimeout):
-        prefill.step()
+    prefill.now_s = 2e6
+    prefill.run_all()
+    assert prefill.failed_rows == [] and len(prefill.first_tokens) == 2
 
 
 def test_who_is_not_in_a_forward_loses_nothing_when_its_seeding_fails(

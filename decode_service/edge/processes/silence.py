@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from common.service.watchdog import LONGEST_LOOK_S
+from common.device.stream import LONGEST_LOOK_S
 
 SAYS_EVERY_S = 1.0
 """Either side says something at least this often."""
