@@ -170,11 +170,11 @@ def _holding(lent: FairBytes, client: str, why_not: str) -> Iterator[Hold]:
     def hold(num_bytes: int) -> None:
         nonlocal num_held
         try:
-            num_held += lent.take(client, num_bytes)
+            num_held += lent.take((client, ""), num_bytes)
         except NoRoom:
             raise overloaded(why_not) from None
 
     try:
         yield hold
     finally:
-        lent.give_back(client, num_held)
+        lent.give_back((client, ""), num_held)

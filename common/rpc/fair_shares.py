@@ -177,29 +177,36 @@ def _num_kept(wished: Mapping[KeyT, int], held: Counter[KeyT], share: int) -> in
 
 
 class NoRoom(Exception):
-    """The client cannot have so many bytes now."""
+    """The caller cannot have so many bytes now."""
 
 
 class FairBytes:
-    """Lends up to `max_bytes` to clients, which are identified by name. Call it from one thread only.
+    """Lends up to `max_bytes` to callers. Call it from one thread only.
 
-    One client may hold at most half of them. A request for more than half takes half.
+    One client may hold at most half of them, and one tenant that it names at most a quarter. A request for more than
+    that takes as much as may be held.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held: Counter[str] = Counter()
+        self._held: Counter[Caller] = Counter()
 
-    def take(self, client: str, num_bytes: int) -> int:
-        """Takes bytes for `client`, and returns how many, to be passed to `give_back`. Raises NoRoom."""
-        most = self._max_bytes // 2
-        num_taken = min(num_bytes, most)
-        if self._held[client] + num_taken > most or self._held.total() + num_taken > self._max_bytes:
+    def take(self, caller: Caller, num_bytes: int) -> int:
+        """Takes bytes for `caller`, and returns how many, to be passed to `give_back`. Raises NoRoom."""
+        client, tenant = caller
+        of_client = self._max_bytes // 2
+        of_caller = of_client // 2 if tenant else of_client
+        num_taken = min(num_bytes, of_caller)
+        if (
+            self._held[caller] + num_taken > of_caller
+            or _by_client(self._held)[client] + num_taken > of_client
+            or self._held.total() + num_taken > self._max_bytes
+        ):
             raise NoRoom
-        self._held[client] += num_taken
+        self._held[caller] += num_taken
         return num_taken
 
-    def give_back(self, client: str, num_taken: int) -> None:
-        self._held[client] -= num_taken
-        if not self._held[client]:
-            del self._held[client]
+    def give_back(self, caller: Caller, num_taken: int) -> None:
+        self._held[caller] -= num_taken
+        if not self._held[caller]:
+            del self._held[caller]

@@ -74,8 +74,8 @@ class LiveRequests(AllLiveRequests):
     and has had no row yet. So a full service sheds what it would serve last.
 
     A prompt's log-probabilities wait here until the client reads them. So from `submit` on they take bytes from
-    `max_prompt_logprob_bytes`, of which one client may have half. The engine knows a request by an id that is never
-    reused. So no event of an aborted request can reach a later one with the same `request_id`.
+    `max_prompt_logprob_bytes`, which callers share as `FairBytes` has it. The engine knows a request by an id that is
+    never reused. So no event of an aborted request can reach a later one with the same `request_id`.
     """
 
     def __init__(
@@ -184,9 +184,10 @@ class LiveRequests(AllLiveRequests):
         """
         if isinstance(live.ending, BatonError):
             raise live.ending
-        client, tenant = self._taken[live.engine_id][0]
+        caller, _ = self._taken[live.engine_id]
+        client, tenant = caller
         if sampling.num_prompt_logprobs is not None:
-            self._hold_logprobs(live, client, num_bytes_of(len(prompt_token_ids), sampling.num_prompt_logprobs))
+            self._hold_logprobs(live, caller, num_bytes_of(len(prompt_token_ids), sampling.num_prompt_logprobs))
         live.begin(output, len(prompt_token_ids))
         live.trace.submitted()
         self._engine.post(
@@ -218,10 +219,10 @@ class LiveRequests(AllLiveRequests):
         if self._by_engine_id.pop(live.engine_id, None) is None:
             return
         del self._by_request_id[live.request_id]
-        (client, _), place = self._taken.pop(live.engine_id)
+        caller, place = self._taken.pop(live.engine_id)
         if place is not None:
             self._places.give_back(place)
-        self._logprob_bytes.give_back(client, live.held_bytes)
+        self._logprob_bytes.give_back(caller, live.held_bytes)
         if live.is_submitted and not live.is_done_in_engine:
             self._engine.post(Abort(live.engine_id))
         if not self._by_request_id:
@@ -254,9 +255,9 @@ class LiveRequests(AllLiveRequests):
     async def wait_idle(self) -> None:
         await self._is_idle.wait()
 
-    def _hold_logprobs(self, live: LiveRequest, client: str, num_bytes: int) -> None:
+    def _hold_logprobs(self, live: LiveRequest, caller: Caller, num_bytes: int) -> None:
         try:
-            live.held_bytes = self._logprob_bytes.take(client, num_bytes)
+            live.held_bytes = self._logprob_bytes.take(caller, num_bytes)
         except NoRoom:
             message = f"log-probabilities of prompts wait to be read: there is no room for {num_bytes} bytes more"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None

@@ -29,7 +29,7 @@ _BYTES_PER_REPLAYED_TOKEN = 16
 
 class TextLane:
     """The texts of one lane. Clients take turns: `num_places` texts are processed at a time, the others wait. At most
-    `max_bytes` wait or are processed, half of them of one client. Use it on one event loop.
+    `max_bytes` wait or are processed, shared as `FairBytes` has it. Use it on one event loop.
     """
 
     def __init__(
@@ -45,21 +45,20 @@ class TextLane:
 
         Raises Overloaded if there is no room for so many bytes.
         """
-        client, _ = caller
         try:
-            num_taken = self._bytes.take(client, num_bytes)
+            num_taken = self._bytes.take(caller, num_bytes)
         except NoRoom:
             message = f"prompts wait to be {self._purpose}: there is no room for {num_bytes} bytes more"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
         try:
             turn_began_s = await self._turns.take(caller)
         except BaseException:
-            self._bytes.give_back(client, num_taken)
+            self._bytes.give_back(caller, num_taken)
             raise
 
         def over(began_s: float | None) -> None:
             self._turns.give_back(caller, turn_began_s if began_s is None else began_s)
-            self._bytes.give_back(client, num_taken)
+            self._bytes.give_back(caller, num_taken)
 
         return over
 
