@@ -13,8 +13,20 @@ from common.gguf.config import Metadata, RefusedFile
 _PREFIX = "tokenizer.ggml"
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "▁"
-_TURN_END = "<end_of_turn>"
-"""The token that ends Gemma's turns. Files seldom have `eot_token_id` for it, and llama.cpp finds it by its name."""
+_END_NAMES = frozenset(
+    {
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>"),
+        *("<EOT>", "<|end_of_text|>", "<|endoftext|>"),
+    }
+)
+"""Names of special tokens that end a turn, a call or a text in all models that have them, except `<|end|>`.
+
+Files seldom have the id of each of them, and llama.cpp finds them by name too.
+"""
+_MESSAGE_END, _ENDS_BESIDE_MESSAGES = "<|end|>", frozenset({"<|return|>", "<|call|>"})
+"""The first name ends a turn of Phi-3, but only a message of gpt-oss, whose vocabulary has the others: after a message
+of reasoning the model goes on.
+"""
 
 _ENDS = ("eos", "eot", "eom")
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -73,9 +85,8 @@ def special_tokens(keys: Metadata) -> SpecialTokens:
     tokens = keys.items(f"{_PREFIX}.tokens", str)
     num_tokens = len(tokens)
     ids = {role: _token_id(keys, role, num_tokens) for role in (*_ROLES, *_ENDS, *_OTHERS)}
-    if ids["eot"] is None and _TURN_END in tokens:
-        ids["eot"] = tokens.index(_TURN_END)
-    ends = [*(ids[role] for role in _ENDS), *_more_ends(keys, num_tokens)]
+    named = _ends_by_name(tokens, keys.items(f"{_PREFIX}.token_type", int, []))
+    ends = [*(ids[role] for role in _ENDS), *_more_ends(keys, num_tokens), *named]
     return SpecialTokens(
         bos=ids["bos"],
         padding=ids["padding"],
@@ -93,6 +104,17 @@ def _more_ends(keys: Metadata, num_tokens: int) -> list[int]:
     if not all(0 <= token_id < num_tokens for token_id in ends):
         raise keys.refuse(key, f"is past the vocabulary of {num_tokens}")
     return ends
+
+
+def _ends_by_name(tokens: list[str], types: list[int]) -> list[int]:
+    """Returns the ids of the control and user-defined tokens whose names show that they end an output.
+
+    `types`, which may be empty, has the type of each token. Ordinary text may be a token with such a name too.
+    """
+    typed = enumerate(zip(tokens, types, strict=False))
+    ids = {token: token_id for token_id, (token, kind) in typed if kind in (_CONTROL, _USER_DEFINED)}
+    names = _END_NAMES if ids.keys().isdisjoint(_ENDS_BESIDE_MESSAGES) else _END_NAMES - {_MESSAGE_END}
+    return [token_id for token, token_id in ids.items() if token in names]
 
 
 def _token_id(keys: Metadata, role: str, num_tokens: int) -> int | None:

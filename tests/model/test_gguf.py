@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ WINDOWED = ("llama", "mistral", "mixtral", "phi3", "starcoder2", "gemma2", "gemm
 CAPPED = {"attn_logit_softcapping": ("gemma2",), "final_logit_softcapping": ("gemma2", "gemma3_text")}
 QUICK = ("llama", "gemma2", "mixtral")
 """Model types that the gate tests."""
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+"""Types of tokens."""
 NO_OUTPUT = ("gemma2",)
 """Model types whose output is always tied to the embedding."""
 
@@ -756,13 +758,35 @@ def test_a_gemma_tokenizer_finds_whole_what_its_file_defines(
         ({"tokenizer.ggml.eot_token_id": 9}, (END_ID, 9)),
         ({"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 10}, (END_ID, 9, 10)),
         ({"tokenizer.ggml.eot_token_id": END_ID}, (END_ID,)),
-        ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.eot_token_id": 9}, (9,)),
+        ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.eot_token_id": 9}, (9, END_ID)),
         ({"tokenizer.ggml.eos_token_ids": [END_ID, 9, 10]}, (END_ID, 9, 10)),
-        ({"tokenizer.ggml.eos_token_id": None}, ()),
+        ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.token_type": None}, ()),
     ],
 )
 def test_output_ends_with_every_end_that_the_file_names(
     tmp_path: Path, keys: dict[str, Any], ends: tuple[int, ...], file_of: Callable[[str], GgufFile]
 ) -> None:
     directory = converted(tmp_path, file_of("llama").changed(keys))
+    assert load_target(directory, device="cpu", dtype="float32", optimizes_modules=False).eos_token_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "ends"),
+    [
+        pytest.param(("<|user|>", "<|endoftext|>", "<|end|>"), CONTROL, (END_ID, 3), id="phi-3"),
+        pytest.param(("<|end|>", "<|return|>", "<|call|>"), CONTROL, (END_ID, 3), id="gpt-oss"),
+        pytest.param(("<|end|>", "<|return|>", "<|message|>"), CONTROL, (END_ID,), id="no call"),
+        pytest.param(("<|eom_id|>", "<|end_of_text|>", "<|eot_id|>"), CONTROL, (END_ID, 0, 3), id="llama 3"),
+        pytest.param(("<|im_start|>", "<|endoftext|>", "<|im_end|>"), USER_DEFINED, (END_ID, 3), id="qwen"),
+        pytest.param(("<EOT>", "</s>", "<|end|>"), NORMAL, (END_ID,), id="ordinary text"),
+    ],
+)
+def test_output_ends_with_special_tokens_whose_names_are_those_of_ends(
+    tmp_path: Path, names: Sequence[str], kind: int, ends: tuple[int, ...], file_of: Callable[[str], GgufFile]
+) -> None:
+    file = file_of("llama")
+    tokens, types = ([*file.keys[f"tokenizer.ggml.{key}"]] for key in ("tokens", "token_type"))
+    for token_id, name in zip((0, END_ID, 3), names, strict=True):
+        tokens[token_id], types[token_id] = name, kind
+    directory = converted(tmp_path, file.changed({"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}))
     assert load_target(directory, device="cpu", dtype="float32", optimizes_modules=False).eos_token_ids == ends
