@@ -148,8 +148,8 @@ def build_tokenizer(keys: Metadata, num_embeddings: int) -> Any:
         tokenizer = _sentencepiece(keys, tokens, types)
     else:
         raise keys.refuse(f"{_PREFIX}.model", "is not supported; gpt2 and llama are")
-    template = keys.take("tokenizer.chat_template", str, None)
-    tokenizer.chat_template = template
+    template, tool_use = (keys.take(f"tokenizer.chat_template{name}", str, None) for name in ("", ".tool_use"))
+    tokenizer.chat_template = {"default": template, "tool_use": tool_use} if template and tool_use else template
     _check_ids(tokenizer, tokens)
     return tokenizer
 

@@ -76,6 +76,16 @@ class TextTooLong(ValueError):
     """A text exceeds its limit."""
 
 
+class TemplateTexts(NamedTuple):
+    """The chat template of a model, and its special tokens by name. If `tool_use` is not None, it is the template of
+    chats with tools.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str]
+    tool_use: str | None = None
+
+
 class _Form(NamedTuple):
     """The form in which a template gets messages: contents of `parts_roles` as lists of parts and others as strings;
     arguments of calls as objects or as JSON text, empty contents beside calls as null or as "", and calls with or
@@ -151,7 +161,8 @@ class ChatTemplate:
         self._writes_calls = calls_form is not None
         form = self._form = calls_form or contents_form
         self._writes_several_calls = self._writes(form, _USER, _CALLING_TWICE, _ANSWER, _ANSWER)
-        self._writes_tools = self._writes(form, _USER, some_options=[_WITH_TOOL])
+        self.writes_tools = self._writes(form, _USER, some_options=[_WITH_TOOL])
+        """Whether the template has a form for tools, and writes them in full."""
         self._writes_answers = self._writes(form, *_TRIALS["tool"])
         self._writes_system = self._writes(form, *_TRIALS["system"])
         self._takes_turns = frozenset(
@@ -176,12 +187,12 @@ class ChatTemplate:
         that has the words of all. If roles have to take turns, neighbours become one message.
         """
         places = [f"messages[{index}]" for index in range(len(messages))]
-        leaves_out_tools = bool(options.tools) and not self._writes_tools
+        leaves_out_tools = bool(options.tools) and not self.writes_tools
         if leaves_out_tools or (any(message.tool_calls for message in messages) and not self._writes_calls):
             messages, places = in_ordinary_messages(
                 messages,
                 options.tools if leaves_out_tools else (),
-                has_answers=not leaves_out_tools and self._writes_tools and self._writes_answers,
+                has_answers=not leaves_out_tools and self.writes_tools and self._writes_answers,
                 has_system=self._writes_system,
             )
             options = replace(options, tools=()) if leaves_out_tools else options
@@ -305,6 +316,33 @@ class ChatTemplate:
                 if _find_left_out(twin, options.tools, text, form).first is None and not _PRINTED.search(text):
                     return True
         return False
+
+
+class ChatTemplates:
+    """A model's chat templates. `tool_use`, if there is one, renders chats with tools, and the other one the rest.
+
+    A `tool_use` that is invalid, or that has no form for tools, counts as absent.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None) -> None:
+        """Compiles and tries the templates. Raises ChatRefused as ChatTemplate does, for `source` only."""
+        self._default = self._with_tools = ChatTemplate(source, special_tokens)
+        if tool_use is not None:
+            with suppress(ChatRefused, TextTooLong):
+                template = ChatTemplate(tool_use, special_tokens)
+                self._with_tools = template if template.writes_tools else self._default
+
+    def render(
+        self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS, *, max_chars: int = _MAX_CHARS
+    ) -> str:
+        """Renders the messages as `ChatTemplate.render` does, by the template for them."""
+        template = self._with_tools if options.tools else self._default
+        return template.render(messages, options, max_chars=max_chars)
+
+    @property
+    def variables(self) -> Sequence[str]:
+        """The names of the variables that a request may set, of any of the templates."""
+        return sorted({*self._default.variables, *self._with_tools.variables})
 
 
 def _twin(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:

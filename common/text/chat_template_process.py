@@ -2,7 +2,7 @@
 
 A template is a program by the model's author, and its input is written by clients. In a process of its own it can be
 stopped, and its memory is limited. Requests are JSON (see `common.host.answering`). The first request has the limits
-and the arguments of ChatTemplate; its answer is DONE. Each later request has one conversation, and its answer is DONE
+and the arguments of ChatTemplates; its answer is DONE. Each later request has one conversation, and its answer is DONE
 with the rendered text. If a request fails, the answer has another status; FAILED comes with a JSON list, of the field
 at fault and the reason. SIGPROF ends the process if a template uses too much CPU time. Clock time is not limited,
 because a busy machine is not the template's fault.
@@ -21,7 +21,7 @@ from common.host.cores import leave_service
 from common.host.memory import limit_own_memory
 from common.peer_text import peer_text
 from common.text.chat_messages import chat_from_json
-from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
+from common.text.chat_template import ChatRefused, ChatTemplates, TextTooLong
 
 TOO_LONG = FAILED + 1
 START_CPU_S = 10.0
@@ -33,7 +33,7 @@ def main() -> None:
     leave_service()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    template: ChatTemplate | None = None
+    templates: ChatTemplates | None = None
     max_chars = 0
     cpu_s = START_CPU_S
     try:
@@ -43,15 +43,15 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             try:
                 asked = json.loads(command)
-                if template is None:
+                if templates is None:
                     max_chars = asked.pop("max_chars")
                     limit_own_memory(asked.pop("memory_bytes"))
                     render_cpu_s = asked.pop("cpu_s")
-                    template = ChatTemplate(**asked)
+                    templates = ChatTemplates(**asked)
                     cpu_s = render_cpu_s
                     text = ""
                 else:
-                    text = template.render(*chat_from_json(asked), max_chars=max_chars)
+                    text = templates.render(*chat_from_json(asked), max_chars=max_chars)
                 status, content = DONE, text.encode()
             except TextTooLong as error:
                 status, content = TOO_LONG, str(error).encode()

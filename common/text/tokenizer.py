@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from common.errors import UnsupportedModel
 from common.model.model_files import model_faults, read_tokenizer
 from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions
-from common.text.chat_template import ChatRefused, ChatTemplate, TextTooLong
+from common.text.chat_template import ChatRefused, ChatTemplates, TemplateTexts, TextTooLong
 from common.text.token_bytes import TokenBytes
 
 _MAX_CACHED_TOKENS = 1 << 18
@@ -152,31 +152,32 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
             ),
         )
 
-    def chat_template(self) -> tuple[str, dict[str, Any]]:
-        """Returns the source of the chat template, and the special tokens by name. Raises ChatRefused if there is no
-        template.
+    def chat_template(self) -> TemplateTexts:
+        """Returns the chat template, and the special tokens by name. If there are several, it is the one named default,
+        and the one named tool_use for chats with tools. Raises ChatRefused if there is no template.
         """
-        source = self._pretrained.chat_template
+        source: Any = self._pretrained.chat_template
+        tool_use: Any = None
         if isinstance(source, Mapping):
-            source = source.get("default")
+            source, tool_use = source.get("default"), source.get("tool_use") or None
             if not source:
                 raise ChatRefused("the model has several chat templates, and none of them is named default")
         if not source:
             raise ChatRefused("the model has no chat template")
-        if not isinstance(source, str):
+        if not isinstance(source, str) or not isinstance(tool_use, str | None):
             raise ChatRefused("the model's chat_template is no text")
-        return source, dict(self._pretrained.special_tokens_map)
+        return TemplateTexts(source, dict(self._pretrained.special_tokens_map), tool_use)
 
     def chat_template_variables(self) -> Sequence[str]:
-        """Returns the template's variables that a request may set. Raises ChatRefused without a template."""
-        return self._chat_template.variables
+        """Returns the templates' variables that a request may set. Raises ChatRefused without a template."""
+        return self._chat_templates.variables
 
     def encode_chat(self, messages: Sequence[ChatMessage], options: TemplateOptions = NO_OPTIONS) -> tuple[int, ...]:
-        return self._encode(self._chat_template.render(messages, options), adds_special_tokens=False)
+        return self._encode(self._chat_templates.render(messages, options), adds_special_tokens=False)
 
     @cached_property
-    def _chat_template(self) -> ChatTemplate:
-        return ChatTemplate(*self.chat_template())
+    def _chat_templates(self) -> ChatTemplates:
+        return ChatTemplates(*self.chat_template())
 
     def _encode(self, text: str, adds_special_tokens: bool) -> tuple[int, ...]:
         """Encodes one text without holding the GIL, which the backend's `encode` would hold."""

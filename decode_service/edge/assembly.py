@@ -149,7 +149,7 @@ def model_info(
 ) -> inference_pb2.GetModelInfoResponse:
     form = output_format_of(settings, tokenizer)
     try:
-        (template, special_tokens), variables = tokenizer.chat_template(), tokenizer.chat_template_variables()
+        (template, special_tokens, _), variables = tokenizer.chat_template(), tokenizer.chat_template_variables()
     except ChatRefused:
         template, special_tokens, variables = "", {}, ()
     return inference_pb2.GetModelInfoResponse(
@@ -173,12 +173,12 @@ def model_info(
 
 def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> OutputFormat:
     """Returns the form in which the model writes reasoning and tool calls: the configured one, or else the one that its
-    chat template shows.
+    chat templates show.
     """
     if settings.output_format != "auto":
         return FORMATS[settings.output_format]
     try:
-        source, _ = tokenizer.chat_template()
+        source, _, tool_use = tokenizer.chat_template()
     except ChatRefused:
         return NONE
-    return format_of_template(source)
+    return format_of_template(source + (tool_use or ""))

@@ -13,7 +13,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.text.chat_messages import ChatMessage, TemplateOptions, Tool, ToolCall, chat_from_json, chat_to_json
-from common.text.chat_template import ChatRefused, ChatTemplate
+from common.text.chat_template import ChatRefused, ChatTemplate, ChatTemplates
 
 USER, SYSTEM, ASSISTANT = ChatMessage("user", "hi"), ChatMessage("system", "be kind"), ChatMessage("assistant", "yes")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "größe": {"enum": ["C", "F"]}}}
@@ -52,6 +52,37 @@ def test_a_template_that_needs_tools_serves_chats_with_tools() -> None:
     source = TOOLS.replace(" or []", "") + EACH
     assert rendered(source, USER, tools=(CLOCK,)).endswith("<user>hi")
     assert "fails on it: TypeError" in str(refusal(source, USER))
+
+
+WITH_TOOLS = TemplateOptions((CLOCK,))
+TOOL_USE = "[tools]" + TOOLS + ASKING
+
+
+def test_chats_with_tools_have_a_template_of_their_own() -> None:
+    templates = ChatTemplates(ASKING, {}, TOOL_USE)
+    assert templates.render([USER], WITH_TOOLS) == ChatTemplate(TOOL_USE, {}).render([USER], WITH_TOOLS)
+    assert templates.render([USER]) == "<user>hi<assistant>"
+    said = [USER, CALLING, *ANSWERS]
+    assert templates.render(said) == ChatTemplate(ASKING, {}).render(said)
+
+
+@pytest.mark.parametrize(
+    "tool_use", ["{% for t in tools", EACH, "{{ tools | tojson }}"], ids=["syntax", "tools", "user"]
+)
+def test_a_template_of_tools_that_does_not_write_them_is_not_used(tool_use: str) -> None:
+    templates, of_all = ChatTemplates(ASKING, {}, tool_use), ChatTemplate(ASKING, {})
+    for options in (WITH_TOOLS, TemplateOptions()):
+        assert templates.render([USER], options) == of_all.render([USER], options)
+
+
+def test_a_request_sets_the_variables_of_the_template_that_its_chat_gets() -> None:
+    templates = ChatTemplates("{{ mood }}{{ both }}" + ASKING, {}, "{{ effort }}{{ both }}" + TOOL_USE)
+    assert templates.variables == ["both", "effort", "mood"]
+    for own, other, options in (("mood", "effort", TemplateOptions()), ("effort", "mood", WITH_TOOLS)):
+        kwargs = json.dumps({own: "x", "both": "y"})
+        assert templates.render([USER], replace(options, chat_template_kwargs=kwargs)).startswith("xy")
+        with pytest.raises(ChatRefused, match=f"does not read '{other}'"):
+            templates.render([USER], replace(options, chat_template_kwargs=json.dumps({other: "x"})))
 
 
 def test_tools_are_not_kept_after_their_chat() -> None:

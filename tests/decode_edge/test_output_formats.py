@@ -52,6 +52,12 @@ def test_the_setting_replaces_what_the_template_tells(setting: str, form: Output
     assert output_format_of(settings, byte_level()) == form
 
 
+def test_a_template_of_tools_tells_the_family_too() -> None:
+    settings = DecodeSettings.model_validate({"model": "demo"})
+    tokenizer = byte_level(chat_template={"default": "<think></think>", "tool_use": "[TOOL_CALLS]{{ tools }}"})
+    assert output_format_of(settings, tokenizer).name == MISTRAL.name
+
+
 def test_a_model_without_a_template_has_no_format() -> None:
     settings = DecodeSettings.model_validate({"model": "demo"})
     assert output_format_of(settings, byte_level(chat_template=None)) is NONE

@@ -5,12 +5,14 @@ and endless templates are stopped.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 
 from baton.v1 import inference_pb2
 from common.errors import ContextExceeded, InvalidRequest, Overloaded
-from common.text.chat_messages import ChatMessage, ToolCall
+from common.text.chat_messages import ChatMessage, TemplateOptions, Tool, ToolCall
 from common.text.tokenizer import TextTokenizer
 from decode_service.edge.request_checks import MAX_CONTEXTS, ChatPrompt, ModelLimits, TextPrompt
 from decode_service.edge.text.chat_rendering import ChatRendering
@@ -289,13 +291,21 @@ async def test_a_template_that_serves_no_chat_refuses_each_by_its_reason(templat
         assert not edge.engine.commands
 
 
-async def test_the_default_of_several_templates_is_taken_and_the_start_says_what_is_not_served(
+async def test_of_several_templates_tool_use_is_for_chats_with_tools_and_default_for_others(
     log: list[dict[str, Any]],
 ) -> None:
-    tokenizer = byte_level(chat_template={"default": EACH, "tool_use": "none"})
+    tool_use = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + EACH
+    tokenizer = byte_level(chat_template={"default": EACH, "tool_use": tool_use, "rag": "none"})
+    tools = TemplateOptions((Tool("f"),))
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
         assert await prompts.encode(HI, caller=ONE) == tokenizer.encode("hi")
+        told = await prompts.encode(replace(HI, options=tools), caller=ONE)
+    assert told == tokenizer.encode_chat(HI.messages, tools)
+    assert tokenizer.decode(told) == json.dumps(tools.tools[0].as_read()) + "hi"
     assert not log
+
+
+async def test_the_start_says_why_no_chat_is_served(log: list[dict[str, Any]]) -> None:
     async with Prompts(tokenizer=byte_level(chat_template="fixed"), limits=LIMITS):
         (line,) = log
     assert (line["event"], line["log_level"]) == ("chat_refused", "warning")

@@ -22,6 +22,7 @@ from common.checkpoints.source import resolve_model
 from common.errors import StartupError
 from common.gguf.config import RefusedFile
 from common.gguf.convert import convert_gguf
+from common.text.tokenizer import TextTokenizer
 from tests.model.paged_model import PagedModel
 from tests.support.gguf_files import GgufFile, gguf_of
 from tests.support.loading import load_target
@@ -364,6 +365,7 @@ REFUSED_EVERYWHERE: dict[str, Any] = {
     "tokenizer.ggml.merges": ["t h", "th"],
     "tokenizer.ggml.tokens": [1, 2, 3],
     "tokenizer.chat_template": 1,
+    "tokenizer.chat_template.tool_use": 1,
     "tokenizer.huggingface.json": "{}",
 }
 LENGTHS = ("rope_factors_short.weight", "rope_factors_long.weight")
@@ -456,11 +458,20 @@ def test_information_about_the_file_changes_nothing(tmp_path: Path, file_of: Cal
         "split.count": 1,
         "llama.attention.causal": True,
         "llama.rope.scaling.finetuned": False,
-        "tokenizer.chat_template.tool_use": "{{ tools }}",
+        "tokenizer.chat_template.rag": "{{ documents }}",
         "tokenizer.ggml.fim_pre_token_id": 3,
     }
     source = source_model("llama")
     check_parity(converted(tmp_path, gguf_of(source).changed(keys)), source)
+
+
+@pytest.mark.parametrize("tool_use", [None, "{{ tools }}"])
+def test_chat_templates_are_those_of_the_file(
+    tmp_path: Path, tool_use: str | None, file_of: Callable[[str], GgufFile]
+) -> None:
+    keys = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": tool_use}
+    texts = TextTokenizer.from_directory(converted(tmp_path, file_of("llama").changed(keys))).chat_template()
+    assert (texts.source, texts.tool_use) == ("{{ messages }}", tool_use)
 
 
 def one_wrong(number: float) -> np.ndarray:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import structlog
 
@@ -16,7 +15,7 @@ from common.host.asked_process import AskedProcess, ChildEnded, ChildFailed
 from common.rpc.fair_shares import Caller
 from common.text import chat_template_process as protocol
 from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions, chat_to_json
-from common.text.chat_template import ChatRefused, TextTooLong
+from common.text.chat_template import ChatRefused, TemplateTexts, TextTooLong
 from decode_service.edge.text.text_threads import LANES, MAX_WAITING_BYTES, TextLane
 
 RENDER_CPU_S = 2.0  # a long conversation takes some 10 ms
@@ -41,9 +40,9 @@ _log = structlog.get_logger(__name__)
 class ChatRendering:
     """Renders conversations in child processes, one at a time in each. For the event loop only.
 
-    A process that takes too long is killed. `chat_template` returns the template's source and special tokens, or raises
-    ChatRefused. Each process probes the template at its start. If the first probe is refused, every conversation is
-    refused for that reason. If no process could be started, the next conversation tries again.
+    A process that takes too long is killed. `chat_template` returns the template, or raises ChatRefused. Each process
+    probes the template at its start. If the first probe is refused, every conversation is refused for that reason. If
+    no process could be started, the next conversation tries again.
 
     Conversations are divided by size into lanes (`LANES`), so that short ones do not wait for long ones. Each lane has
     its own limit of waiting bytes, and clients take turns there. Processes that had nothing to do for `spare_s` are
@@ -52,7 +51,7 @@ class ChatRendering:
 
     def __init__(
         self,
-        chat_template: Callable[[], tuple[str, dict[str, Any]]],
+        chat_template: Callable[[], TemplateTexts],
         *,
         max_chars: int,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
@@ -166,11 +165,10 @@ class ChatRendering:
     async def _start(self) -> AskedProcess:
         """Starts a process and probes the template in it. Raises ChatRefused or ChildFailed."""
         try:
-            source, special_tokens = self._chat_template()
+            texts = self._chat_template()
             process = await AskedProcess.spawn(protocol.__name__, str(2 * _TIMEOUT_S), timeout_s=_TIMEOUT_S)
             asked = {
-                "source": source,
-                "special_tokens": special_tokens,
+                **texts._asdict(),
                 "max_chars": self._max_chars,
                 "memory_bytes": _MEMORY_BYTES + _MEMORY_PER_CHAR * min(self._max_chars, _MAX_ROOMY_CHARS),
                 "cpu_s": self._cpu_s,
