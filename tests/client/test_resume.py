@@ -270,7 +270,7 @@ def test_a_server_that_hangs_leaves_another_time_to_accept_the_request() -> None
         clock=lambda: now_s,
     )
     generation.next_call()
-    now_s = generation.begin_wait_for_answer()
+    now_s = generation.begin_wait_for_answer() + 0.1
     assert generation.pause_s_after(errors.Unavailable("hangs")) == 0.0
 
 
