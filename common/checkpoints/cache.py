@@ -22,7 +22,7 @@ from typing import Protocol
 from common.errors import StartupError
 from common.host.child_process import Child
 
-CONVERSION = 6
+CONVERSION = 5
 """The version of the GGUF conversion and of what the demo model adds to it, part of a converted directory's name. Raise
 it whenever the result changes.
 """

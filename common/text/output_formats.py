@@ -85,12 +85,21 @@ def without_header(answer: str) -> str:
     return answer.partition(FINAL)[2] if has_header else answer
 
 
+def shows_calls(source: str) -> bool:
+    """Returns whether a chat template shows a form of calls that is read."""
+    return _shown(source) is not None
+
+
 def format_of_template(source: str) -> OutputFormat:
     """Returns the format of the models with this chat template.
 
     A template without tools gets the Hermes format, because such models are told to write calls in that form. The
     format has no reasoning if the template does not contain the markers of reasoning.
     """
-    form = next((form for signs, form in _SIGNS if all(sign in source for sign in signs)), HERMES)
+    form = _shown(source) or HERMES
     reasons = form.reasoning is not None and (form.reasoning.opens in source or form.reasoning.closes in source)
     return form if reasons else replace(form, reasoning=None)
+
+
+def _shown(source: str) -> OutputFormat | None:
+    return next((form for signs, form in _SIGNS if all(sign in source for sign in signs)), None)

@@ -14,6 +14,7 @@ from common.errors import UnsupportedModel
 from common.model.model_files import model_faults, read_tokenizer
 from common.text.chat_messages import NO_OPTIONS, ChatMessage, TemplateOptions
 from common.text.chat_template import ChatRefused, ChatTemplates, TemplateTexts, TextTooLong
+from common.text.output_formats import shows_calls
 from common.text.token_bytes import TokenBytes
 
 _MAX_CACHED_TOKENS = 1 << 18
@@ -154,7 +155,8 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
 
     def chat_template(self) -> TemplateTexts:
         """Returns the chat template, and the special tokens by name. If there are several, it is the one named default,
-        and the one named tool_use for chats with tools. Raises ChatRefused if there is no template.
+        and the one named tool_use for chats with tools, if that shows a form of calls that is read. Raises ChatRefused
+        if there is no template.
         """
         source: Any = self._pretrained.chat_template
         tool_use: Any = None
@@ -166,6 +168,8 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
             raise ChatRefused("the model has no chat template")
         if not isinstance(source, str) or not isinstance(tool_use, str | None):
             raise ChatRefused("the model's chat_template is no text")
+        if tool_use is not None and not shows_calls(tool_use):
+            tool_use = None
         return TemplateTexts(source, dict(self._pretrained.special_tokens_map), tool_use)
 
     def chat_template_variables(self) -> Sequence[str]:

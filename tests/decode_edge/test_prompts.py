@@ -294,7 +294,7 @@ async def test_a_template_that_serves_no_chat_refuses_each_by_its_reason(templat
 async def test_of_several_templates_tool_use_is_for_chats_with_tools_and_default_for_others(
     log: list[dict[str, Any]],
 ) -> None:
-    tool_use = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + EACH
+    tool_use = "{# <tool_call> #}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + EACH
     tokenizer = byte_level(chat_template={"default": EACH, "tool_use": tool_use, "rag": "none"})
     tools = TemplateOptions((Tool("f"),))
     async with Prompts(tokenizer=tokenizer, limits=LIMITS) as prompts:
@@ -303,6 +303,8 @@ async def test_of_several_templates_tool_use_is_for_chats_with_tools_and_default
     assert told == tokenizer.encode_chat(HI.messages, tools)
     assert tokenizer.decode(told) == json.dumps(tools.tools[0].as_read()) + "hi"
     assert not log
+    unread = byte_level(chat_template={"default": EACH, "tool_use": tool_use.replace("<tool_call>", "Action:")})
+    assert unread.chat_template().tool_use is None, "calls in its form would be told as text"
 
 
 async def test_the_start_says_why_no_chat_is_served(log: list[dict[str, Any]]) -> None:

@@ -465,7 +465,7 @@ def test_information_about_the_file_changes_nothing(tmp_path: Path, file_of: Cal
     check_parity(converted(tmp_path, gguf_of(source).changed(keys)), source)
 
 
-@pytest.mark.parametrize("tool_use", [None, "{{ tools }}"])
+@pytest.mark.parametrize("tool_use", [None, "{{ tools }}<tool_call>"])
 def test_chat_templates_are_those_of_the_file(
     tmp_path: Path, tool_use: str | None, file_of: Callable[[str], GgufFile]
 ) -> None:
