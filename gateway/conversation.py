@@ -23,7 +23,9 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """The most calls in a message, which is the decode service's limit."""
 _CALL_ID_CHARS = 9  # the chat templates of Mistral's models take no other length
-_PART_HINTS = frozenset({"type", "id", "cache_control", "prompt_cache_breakpoint", "annotations", "logprobs", "parsed"})
+PART_HINTS = frozenset(
+    {"type", "id", "index", "cache_control", "prompt_cache_breakpoint", "annotations", "logprobs", "parsed"}
+)
 """Fields of a text part that change nothing, beside the type."""
 _NEUTRAL = (
     ("allowed_callers", ["direct"]),
@@ -167,7 +169,7 @@ def part_text(place: str, part: Any, kinds: Mapping[str, str]) -> str:
         raise invalid(place, "must be a text part")
     if (field := kinds.get(kind)) is None:
         raise kind_not_served(place, kind, f"{' and '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}")
-    refuse_other_fields(place, part, _PART_HINTS | {field})
+    refuse_other_fields(place, part, PART_HINTS | {field})
     return string(f"{place}.{field}", part.get(field))
 
 

@@ -56,12 +56,14 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as under a supervisor that closes it
+                sys.stdout.flush()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at its end
-        sys.exit(f"{error.strerror}: the output is not complete")
+        if error.filename is None and sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would write the rest at its end
+        sys.exit(f"{error.filename or 'the output'}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -102,9 +102,10 @@ def convert_gguf(gguf: Path, out: Path, *, dtype: str, progress: OnProgress) -> 
 
 
 def check_disk(output: str) -> None:
-    """Raises OSError if a process says in its output that the disk is full."""
-    if (full := os.strerror(errno.ENOSPC)) in output:
-        raise OSError(errno.ENOSPC, full)
+    """Raises OSError if a process says in its output that the disk, or its user's part of it, is full."""
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        if (why := os.strerror(code)) in output:
+            raise OSError(code, why)
 
 
 @contextmanager

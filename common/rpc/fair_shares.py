@@ -129,7 +129,7 @@ class FairPlaces:
             num_kept = min(num_for_clients, self._num_extra) + min(num_for_tenants, max(1, self._num_extra // 2))
             return num_free > num_kept
         part = max(1, self._num_extra // max(1, num_clients - 1))
-        is_entitled = is_client_below and is_below and self._held_by_client[client] < part
+        is_entitled = is_client_below and self._held_by_client[client] < part
         return num_clients > 1 and is_entitled and -num_free < self._num_extra
 
     def _shares(self, caller: Caller) -> tuple[int, int, int]:

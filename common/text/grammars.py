@@ -28,6 +28,7 @@ from common.grammar.reasoning import Reasoning
 from common.grammar.reasoning_matcher import MarkerRefused, MarkerTokens, ReasoningMatcher, TokenTexts
 from common.text.ebnf import EbnfRefused, ebnf_to_lark
 from common.text.json_objects import (
+    KINDS,
     SAID_OF_VALUES,
     Part,
     Place,
@@ -153,7 +154,6 @@ _NO_VALUE = ("Unsatisfiable schema: ", "no text that can be written")
 """How words begin that say that no value fits a schema."""
 _MAX_TRIED_CHARS = 8 * MAX_CHARS[GrammarKind.JSON_SCHEMA]
 """How many characters of a refused schema's parts are compiled again, to find the part that is refused."""
-_KINDS = ("type", "const", "enum", "allOf", "anyOf", "oneOf", "$ref")
 _TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 _FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Formats that the library knows."""
@@ -712,9 +712,9 @@ def _check_schema(schema: Any, *, opens_objects: bool) -> tuple[dict[str, Any], 
                 part.pop(keyword, None)
     for place, part in values:
         _check(place, part, _check_keywords, _check_has_no_pattern)
+    name_types(schema, [part for _, part in schemas])
     if keyword := _endless_keyword(schema, [part for _, part in (*schemas, *values)]):
         raise GrammarRefused(f"{keyword}: leads to itself without end, so no text matches it")
-    name_types(part for _, part in schemas)
     if not opens_objects:
         close_objects(schema, [part for _, part in schemas])
     return schema, options
@@ -1020,7 +1020,7 @@ def _fault_in(schema: dict[str, Any], words: str) -> str:
 def _no_value(part: dict[str, Any], words: str) -> str:
     """Returns why no value fits a schema that the library refuses with `words`, which begin as `_NO_VALUE` says."""
     if words.startswith(_INCOMPATIBLE):
-        return f"no value fits {' and '.join(keyword for keyword in _KINDS if keyword in part)}"
+        return f"no value fits {' and '.join(keyword for keyword in KINDS if keyword in part)}"
     return words.replace(_NO_VALUE[0], "no value fits it: ")
 
 

@@ -1,5 +1,5 @@
-"""Walks JSON schemas, follows their references, and closes their objects: those that declare properties have no others,
-unless the schema says otherwise.
+"""Walks JSON schemas, follows their references, names types that go without saying, and closes objects: those that
+declare properties have no others, unless the schema says otherwise.
 
 JSON Schema leaves such objects open, and a model then goes on to invent keys. Where several schemas describe one object
 together, the outermost is closed for the properties that all of them declare. An object stays open if it requires
@@ -22,10 +22,10 @@ _VALUES = frozenset({"const", "enum", *SAID_OF_VALUES})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name. A name may be spelled like a keyword."""
 _SAYS_OTHERWISE = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
-_OF_OBJECTS = frozenset({"properties", "additionalProperties", "unevaluatedProperties"})
-_OF_ARRAYS = frozenset({"items", "prefixItems", "unevaluatedItems"})
-"""Keywords that describe an object, or an array, as xgrammar reads a schema without a type."""
-_NAMES_VALUES = frozenset({"type", "const", "enum", "$ref", "allOf", "anyOf", "oneOf"})
+KINDS = ("type", "const", "enum", "allOf", "anyOf", "oneOf", "$ref")
+"""Keywords that say which kinds of values fit a schema."""
+_DESCRIBES = {"object": ("properties", "additionalProperties"), "array": ("items", "prefixItems")}
+"""Types, and the keywords that describe values of them, as xgrammar reads a schema without a type."""
 _ALTERNATIVES = ("anyOf", "oneOf")
 _ADDS = frozenset(
     {*_SAYS_OTHERWISE, "properties", "required", "propertyNames", "minProperties", "dependentRequired"}
@@ -43,17 +43,29 @@ Part: TypeAlias = tuple[Place, dict[str, Any]]
 """An object in a schema, and its place."""
 
 
-def name_types(schemas: Iterable[dict[str, Any]]) -> None:
-    """Adds the `type` of those of the schemas that describe an object or an array without naming it.
+def name_types(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> None:
+    """Adds the `type` of the schemas that describe an object or an array without naming it. `schemas` are `schema` and
+    all schemas inside it.
 
-    JSON Schema lets anything else pass there, which nobody means who describes properties or items.
+    JSON Schema lets anything else pass there, which nobody means who describes properties or items. Those that describe
+    a value together with others are left as they are: the others may say what it is, such as null.
     """
+    schemas, references = list(schemas), References(schema)
+    if not _are_understood(schemas, references):
+        return
+    beside: set[int] = set()
     for part in schemas:
-        if _NAMES_VALUES.isdisjoint(part):
-            for keywords, kind in ((_OF_OBJECTS, "object"), (_OF_ARRAYS, "array")):
-                if not keywords.isdisjoint(part):
-                    part["type"] = kind
-                    break
+        named = list(_named(part, references))
+        kinds = [keyword for keyword in KINDS if keyword in part]
+        if named and (len(kinds) > 1 or len(part.get("allOf", ())) > 1):
+            beside.update(id(each) for each in _all_named(part, references)[1:])
+    for part in schemas:
+        if id(part) in beside or any(keyword in part for keyword in KINDS):
+            continue
+        for kind, keywords in _DESCRIBES.items():
+            if any(keyword in part for keyword in keywords):
+                part["type"] = kind
+                break
 
 
 def close_objects(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> None:
@@ -61,9 +73,7 @@ def close_objects(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> 
     schemas inside it.
     """
     schemas, references = list(schemas), References(schema)
-    if moves_references(schema) or any(
-        "$ref" in part and references.referred(part["$ref"]) is None for part in schemas
-    ):
+    if not _are_understood(schemas, references):
         return
     joint: dict[int, list[dict[str, Any]]] = {}
     members: set[int] = set()
@@ -80,6 +90,12 @@ def close_objects(schema: dict[str, Any], schemas: Iterable[dict[str, Any]]) -> 
             names: dict[str, Any] = {name: {} for each in described for name in each.get("properties", {})}
             part["properties"] = {**names, **part.get("properties", {})}
         part["additionalProperties"] = False
+
+
+def _are_understood(schemas: Iterable[dict[str, Any]], references: References) -> bool:
+    """Returns whether all references in these schemas are followed to where they lead."""
+    are_found = all(references.referred(part["$ref"]) is not None for part in schemas if "$ref" in part)
+    return are_found and not moves_references(references.schema)
 
 
 def _is_closed(described: Iterable[dict[str, Any]]) -> bool:

@@ -17,6 +17,7 @@ from gateway.conversation import (
     MAX_MESSAGES,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
+    PART_HINTS,
     TEXT_OR_PARTS,
     at_most,
     messages_schema,
@@ -46,7 +47,7 @@ _FIELDS_OF_ROLES = {
     },
     "tool": {"tool_call_id"},
 }
-_THINKING_FIELDS = {"type", "thinking", "signature", "closed"}
+_THINKING_FIELDS = PART_HINTS | {"thinking", "signature", "closed"}
 """The fields of a part of an assistant's content that is a thought, as Anthropic and Mistral write it."""
 _CALL_FIELDS = {"id", "type", "function", "index", "cache_control", "provider_specific_fields"}
 _FUNCTION_FIELDS = {"name", "arguments", "parsed_arguments", "provider_specific_fields"}
@@ -371,7 +372,7 @@ def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) 
             refuse_other_fields(where, part, _THINKING_FIELDS)
             thoughts.append(text_of(f"{where}.thinking", part.get("thinking"), _TEXT))
         else:
-            texts.append(part_text(where, part, _SAID))
+            texts.append(part_text(where, part, {**_SAID, "thinking": "thinking"}))
     text = "\n".join(texts)
     return "\n".join(filter(None, (text, refusal))), "\n".join(thoughts)
 

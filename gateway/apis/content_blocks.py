@@ -31,12 +31,12 @@ checked.
 
 _TEXT = {"text": "text"}
 _FIELDS: Mapping[str, frozenset[str]] = {
-    kind: frozenset({"type", "cache_control", *fields})
+    kind: frozenset({"type", "id", "index", "cache_control", *fields})
     for kind, fields in {
-        "text": ("text", "id"),
+        "text": ("text",),
         "thinking": ("thinking", "signature"),
         "redacted_thinking": ("data",),
-        "tool_use": ("id", "name", "input"),
+        "tool_use": ("name", "input"),
         "tool_result": ("tool_use_id", "content", "is_error"),
     }.items()
 }

@@ -79,6 +79,7 @@ class ConversationFields(ReasoningFields, RequestFields):
     tool_choice: ChosenTool | None = None
     thinking: BudgetedThinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputSchema | None = None  # the older name of output_config.format
     cache_control: dict[str, Any] | None = None  # accepted, because what may be cached is cached anyway
     reasoning_effort: Effort | None = None
     thread: Annotated[Any, _NOT_SERVED] = None
@@ -96,7 +97,6 @@ class ConversationFields(ReasoningFields, RequestFields):
 class MessageFields(GenerationFields, ConversationFields):
     max_tokens: int
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
-    output_format: OutputSchema | None = None  # the older name of output_config.format
 
     def _constraints(self) -> Iterator[Constraint]:
         if self.output_config is not None and (form := self.output_config.format) is not None:

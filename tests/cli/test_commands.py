@@ -325,12 +325,17 @@ def test_what_is_no_address_is_refused_in_words_at_once(command: str, address: s
     assert ("leave http:// away" in result.stderr) == address.startswith("http")
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["info", "--address", "127.0.0.1:1", "--json"]])
-def test_an_output_for_which_there_is_no_room_is_told_in_a_line(arguments: list[str]) -> None:
+@pytest.mark.parametrize("is_buffered", [False, True])
+def test_an_output_for_which_there_is_no_room_is_told_in_a_line(is_buffered: bool) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    command = [sys.executable, "-m", "baton", "--version"]
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "baton", *arguments]
-        ended = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=BOUND_S)
-    assert (ended.returncode, ended.stderr) == (1, "No space left on device: the output is not complete\n")
+        ended = subprocess.run(
+            command, check=False, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=BOUND_S
+        )
+    assert (ended.returncode, ended.stderr) == (1, "the output: No space left on device\n")
+    closed = ["sh", "-c", f"{' '.join(command)} >&-"]
+    assert subprocess.run(closed, check=False, capture_output=True, timeout=BOUND_S).returncode == 0
 
 
 @contextmanager

@@ -105,6 +105,7 @@ def test_what_an_assistant_refused_with_is_what_it_said(message: dict[str, Any],
     ("parts", "reasoning"),
     [
         ([{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "text", "text": "yes"}], "Hm."),
+        ([{"type": "thinking", "thinking": "Hm.", "closed": True, "index": 0}, {"type": "text", "text": "yes"}], "Hm."),
         ([{"type": "text", "text": "yes"}, {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}], "Hm."),
         ([{"type": "thinking", "thinking": each} for each in "ab"] + [{"type": "text", "text": "yes"}], "a\nb"),
     ],
@@ -114,6 +115,9 @@ def test_parts_that_are_thoughts_are_the_assistant_s_reasoning(parts: list[Any],
     (prompt,) = parse_chat(json.dumps(body).encode()).prompts
     assert isinstance(prompt, ChatInput)
     assert prompt.messages[len(MESSAGES)] == ChatMessage("assistant", "yes", reasoning=reasoning)
+    body["messages"][len(MESSAGES)]["reasoning"] = "That."
+    (prompt,) = parse_chat(json.dumps(body).encode()).prompts
+    assert isinstance(prompt, ChatInput) and prompt.messages[len(MESSAGES)].reasoning == "That."
     body["messages"][len(MESSAGES)]["content"] = [*parts, {"type": "text", "text": 1}]
     with pytest.raises(ApiError, match=rf"^messages\[{len(MESSAGES)}\]\.content\[{len(parts)}\]\.text: must be"):
         parse_chat(json.dumps(body).encode())

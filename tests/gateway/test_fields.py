@@ -83,6 +83,7 @@ def test_options_of_a_stream_that_ask_for_nothing_need_no_stream(options: dict[s
         {"mirostat": 0, "typical_p": 1, "repeat_penalty": 1.0, "n_probs": 0, "grammar": ""},
         {"request_id": "a", "session_id": "b", "truncation_side": "left", "media_io_kwargs": {}, "watermarking": False},
         {"rid": "a", "return_meta_info": False, "return_routed_experts": False, "use_audio_in_video": False},
+        {"return_prompt_text": False, "return_cached_tokens_details": False},
         {"top_k": None, "min_p": None, "logit_bias": None, "stop": None, "nobody_knows_it": None},
     ],
     ids=lambda fields: next(iter(fields)),

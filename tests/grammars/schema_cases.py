@@ -106,6 +106,20 @@ CASES = (
         "one of those without type", {"anyOf": [{"properties": _AB}, {"type": "null"}]}, [None, {"a": 1}], [], [3, []]
     ),
     Case(
+        "one without type beside types",
+        {"type": ["object", "null"], "allOf": [{"properties": _AB, "required": ["a"]}]},
+        [None, {"a": 1}],
+        [3, {}],
+    ),
+    Case(
+        "several without type that describe one value",
+        {"allOf": [{"$ref": "#/$defs/x"}, {"type": ["array", "null"]}], "$defs": {"x": {"properties": _AB}}},
+        [None, [3]],
+        [3, {}],
+    ),
+    Case("itself in one without type", {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, refused="required"),
+    Case("itself in items without type", {"items": {"$ref": "#"}, "minItems": 1}, refused="minItems"),
+    Case(
         "a reference to one without type",
         {"type": "array", "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"properties": _AB}}},
         [[{"a": 1}]],

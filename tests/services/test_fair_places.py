@@ -202,6 +202,32 @@ def test_a_tenant_is_not_passed_over_because_other_clients_want_places() -> None
     assert hall.take("a/2")
 
 
+def test_what_is_kept_for_other_tenants_is_a_sixteenth_at_most() -> None:
+    hall = Hall(64)
+    hall.fill("a/1")
+    for number in range(2, 12):
+        assert not hall.take(f"a/{number}")
+    for _ in range(4):
+        hall.leave("a/1")
+        assert not hall.take("a/1")
+    hall.leave("a/1")
+    assert hall.take("a/1"), "5 are free, and 10 tenants want one each"
+
+
+def test_a_client_below_its_share_divides_it_as_it_likes_while_no_tenant_of_it_waits() -> None:
+    hall = Hall(64)
+    hall.fill("c")
+    assert hall.take("a/2")
+    hall.fill("b")
+    for _ in range(10):
+        hall.take("b")
+    for _ in range(1 + 4):
+        hall.leave("c")
+    for _ in range(64 // 3 // 2 + 1):
+        hall.leave("c")
+        assert hall.take("a/1"), "b waits, but the client of both tenants holds less than its share too"
+
+
 def test_the_tenants_of_one_client_delay_nobody_by_what_they_want(hall: Hall) -> None:
     """Not by the time after which others are to come again, nor by places kept for more than the client's share."""
     hall.fill("a/0")
