@@ -1,4 +1,6 @@
-"""Server interceptors that limit callers: how many streams are open, and how late and how large a request may be."""
+"""Server interceptors that limit callers: how many streams are open, how late and how large a request may be, and how
+late an answer may be read.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from common.addresses import host_and_port, is_loopback, network_of
-from common.errors import InvalidRequest, Overloaded
+from common.errors import InvalidRequest, Overloaded, RequestCancelled
 from common.rpc.aio import whole_read
 from common.rpc.errors import abort_with
 from common.rpc.fair_shares import FairPlaces, Full, HeldPlace
@@ -124,6 +126,37 @@ async def _begin(context: Context) -> None:
     which gRPC refuses: the stream would stay open without a status.
     """
     await context.send_initial_metadata(())
+
+
+class BoundedAnswers(grpc.aio.ServerInterceptor):
+    """Ends a call with a single answer as CANCELLED if its client has not taken the answer within `timeout_s`.
+
+    gRPC itself would wait without a limit. To write the answer itself, this interceptor declares the call to gRPC as a
+    stream of answers. It must come before StreamLimit, which does not count such calls, and before BoundedRequests.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.response_streaming:
+            return handler
+        assert handler.request_streaming, "BoundedRequests comes after this"
+
+        async def respond(requests: object, context: Context) -> None:
+            answer = await handler.stream_unary(requests, context)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await context.write(answer)
+            except TimeoutError:
+                await abort_with(context, RequestCancelled(f"the client took no answer for {self._timeout_s} s"))
+
+        return grpc.stream_stream_rpc_method_handler(
+            respond,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
 
 
 class BoundedRequests(grpc.aio.ServerInterceptor):

@@ -26,7 +26,14 @@ from common.peer_text import peer_text
 from common.rpc.bearer_tokens import TokenCheck, read_tokens
 from common.rpc.errors import abort_with
 from common.rpc.grpc_options import HANDSHAKE_TIMEOUT_S, IDLE_TIMEOUT_S, MAX_MESSAGE_BYTES, server_options
-from common.rpc.server_bounds import BY_ADDRESS, BoundedRequests, Context, StreamLimit, clients_told_apart
+from common.rpc.server_bounds import (
+    BY_ADDRESS,
+    BoundedAnswers,
+    BoundedRequests,
+    Context,
+    StreamLimit,
+    clients_told_apart,
+)
 from common.rpc.tls import server_credentials
 from common.service.roles import Roles
 from common.service.roles_rpc import ROLES_SERVICE, RolesServicer
@@ -144,6 +151,7 @@ class ServiceServer(FrontServer):
         self.grpc_server = grpc.aio.server(
             interceptors=[
                 *([TokenCheck(tokens, role_tokens)] if tokens or role_tokens else []),
+                BoundedAnswers(timeout_s=_WRITE_TIMEOUT_S),
                 StreamLimit(max_streams=limits.max_streams, client_of=self.client_of),
                 BoundedRequests(timeout_s=limits.request_timeout_s),
             ],

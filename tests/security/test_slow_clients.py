@@ -32,7 +32,7 @@ from tests.support.prefill_edge import PrefillEdge, running_prefill_edge
 from tests.support.services_here import until
 
 HANDOFF, PREFILL_LOAD = "/baton.v1.Prefill/Handoff", "/baton.v1.Prefill/GetLoad"
-GENERATE, GET_LOAD = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad"
+GENERATE, GET_LOAD, MODEL_INFO = f"/{SERVICE}/Generate", f"/{SERVICE}/GetLoad", f"/{SERVICE}/GetModelInfo"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SHORT_S = 1.0
 """A time-out in seconds that no well-behaved client meets, except in a handshake, which its channel tries again."""
@@ -292,6 +292,26 @@ async def test_a_generation_that_nobody_reads_ends_and_holds_nothing(
         await until(lambda: all(stalled.has_ended(stream) for stream in streams))
         await stalled.close()
         await until(lambda: num_streams() == 0)
+
+
+async def test_a_single_answer_that_nobody_reads_is_given_up(
+    edge: Edge, connect: Connect, skip: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that reads after all gets the answer, and the status that says why the call counts as failed."""
+    stalled = await connect(window=0)
+    checked = health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString()
+    streams = [stalled.open(method, b"") for method in (GET_LOAD, MODEL_INFO)] + [stalled.open(CHECK, checked)]
+    await until(lambda: all(stalled.of(stream, HEADERS) for stream in streams))
+
+    await until_in_time(lambda: num_handlers() == 0, skip)
+
+    assert not any(stalled.of(stream, DATA) for stream in streams)
+    assert not caplog.records
+    await is_served(edge)
+    for stream in streams:
+        stalled.send(frame(WINDOW_UPDATE, 0, stream, (1 << 16).to_bytes(4, "big")))
+    await until(lambda: all(stalled.has_ended(stream) for stream in streams))
+    assert all(b"took no answer" in b"".join(stalled.of(stream, HEADERS)) for stream in streams)
 
 
 async def test_what_a_slow_reader_has_not_taken_is_kept_once(edge: Edge, connect: Connect) -> None:
