@@ -89,7 +89,7 @@ class StreamLimit(grpc.aio.ServerInterceptor):
         async def write(requests: object, context: Context) -> None:
             place = await self._take(method, context)
             try:
-                await _begin(context)
+                await begin_answer(context)
                 await serve(requests, context)
             finally:
                 self._places[method].give_back(place)
@@ -97,7 +97,7 @@ class StreamLimit(grpc.aio.ServerInterceptor):
         async def generate(requests: object, context: Context) -> AsyncIterator[Any]:
             place = await self._take(method, context)
             try:
-                await _begin(context)
+                await begin_answer(context)
                 async for response in serve(requests, context):
                     yield response
             finally:
@@ -119,7 +119,7 @@ class StreamLimit(grpc.aio.ServerInterceptor):
             await abort_with(context, Overloaded(message, retry_after_s=full.retry_after_s))
 
 
-async def _begin(context: Context) -> None:
+async def begin_answer(context: Context) -> None:
     """Sends an answer's initial metadata before its first message, which tells the client that this service is there.
 
     gRPC would send both at once, and a status that comes while they wait for a reader would send the metadata again,
@@ -177,7 +177,7 @@ class BoundedRequests(grpc.aio.ServerInterceptor):
         kind = getattr(handler.request_deserializer, "__self__", None)  # the message class, which has this FromString
 
         async def respond(_requests: object, context: Context) -> Any:
-            await _begin(context)
+            await begin_answer(context)
             return await handler.unary_unary(await self._request(context, kind), context)
 
         async def stream(_requests: object, context: Context) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from common.rpc.server_bounds import (
     BoundedRequests,
     Context,
     StreamLimit,
+    begin_answer,
     clients_told_apart,
 )
 from common.rpc.tls import server_credentials
@@ -236,8 +237,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     """The grpc.health.v1 service of a server whose service names are known beforehand. Use it from the event loop only.
 
     A watcher that does not read delays neither `set` nor other watchers, and is dropped after a timeout. The number of
-    watches per client, as addresses tell them apart, is limited: enough for all callers behind one address, but not so
-    many that others are locked out. Further ones fail with RESOURCE_EXHAUSTED.
+    watches per client, as addresses tell them apart, is limited. A client that has all it may gets a further one in
+    place of another, which fails with RESOURCE_EXHAUSTED: the oldest on that of its connections with most watches. So a
+    caller that opens many locks out no other caller at its address.
 
     (The servicer in grpcio-health-checking holds a lock while it writes, and every later change of the status waits for
     it.)
@@ -246,7 +248,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def __init__(self, *, max_watches_per_client: int) -> None:
         self._max_watches_per_client = max_watches_per_client
         self._statuses: dict[str, Any] = {}
-        self._num_watches: Counter[str] = Counter()
+        # The watches of each client on each of its connections, the oldest first. Each has a time-out that ends it.
+        self._watches: dict[str, dict[str, dict[asyncio.Timeout, None]]] = {}
         self._changed = asyncio.Event()
 
     def set(self, service: str, *, is_serving: bool) -> None:
@@ -263,18 +266,44 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return _Response(status=self._statuses[request.service])
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        client = BY_ADDRESS(context)
-        if self._num_watches[client] >= self._max_watches_per_client:
-            await abort_with(context, Overloaded(f"{self._max_watches_per_client} watches of this client are open"))
-        self._num_watches[client] += 1
+        await begin_answer(context)
         try:
-            await self._write_changes(request.service, context)
+            async with asyncio.timeout(None) as watch:
+                with self._counted(watch, context):
+                    await self._write_changes(request.service, context)
         except TimeoutError:
+            if watch.expired():
+                await abort_with(context, Overloaded(f"{self._max_watches_per_client} watches of this client are open"))
             await abort_with(context, RequestCancelled("the watcher reads nothing"))
+
+    @contextmanager
+    def _counted(self, watch: asyncio.Timeout, context: Context) -> Iterator[None]:
+        """Counts `watch` among those of the context's connection while the block runs.
+
+        Ends another watch of the client first if it has all it may.
+        """
+        client, connection = BY_ADDRESS(context), str(context.peer())
+        of_client = self._watches.get(client, {})
+        if sum(map(len, of_client.values())) >= self._max_watches_per_client:
+            fullest = max(of_client, key=lambda each: len(of_client[each]))
+            oldest = next(iter(of_client[fullest]))
+            self._forget(client, fullest, oldest)
+            oldest.reschedule(asyncio.get_running_loop().time())
+        self._watches.setdefault(client, {}).setdefault(connection, {})[watch] = None
+        try:
+            yield
         finally:
-            self._num_watches[client] -= 1
-            if not self._num_watches[client]:
-                del self._num_watches[client]
+            self._forget(client, connection, watch)
+
+    def _forget(self, client: str, connection: str, watch: asyncio.Timeout) -> None:
+        """Counts `watch` no longer, if it has not been forgotten already."""
+        of_client = self._watches.get(client, {})
+        of_connection = of_client.get(connection, {})
+        of_connection.pop(watch, None)
+        if not of_connection:
+            of_client.pop(connection, None)
+        if not of_client:
+            self._watches.pop(client, None)
 
     async def _write_changes(self, service: str, context: Context) -> NoReturn:
         """Writes the status whenever it changes. Raises TimeoutError if the watcher does not read a change in time."""

@@ -216,6 +216,9 @@ class AloneContext:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+        """Sends nothing."""
+
     async def write(self, message: Any) -> None:
         if not self._reads:
             await asyncio.Event().wait()

@@ -344,7 +344,9 @@ def messages_in(data: bytes) -> list[inference_pb2.GenerateEvent]:
     return events
 
 
-async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, connect: Connect) -> None:
+async def test_a_health_watcher_that_reads_nothing_delays_nobody_and_is_dropped(
+    edge: Edge, connect: Connect, skip: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
     """Readiness still changes, and a shutdown, which waits for such a change, still goes on."""
     stalled = await connect(window=0)
     stalled.open(WATCH, health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString())
@@ -357,42 +359,47 @@ async def test_a_health_watcher_that_reads_nothing_delays_nobody(edge: Edge, con
             await watch.read()
             watch.cancel()
     await is_served(edge)
+    await until_in_time(lambda: num_handlers() == 0, skip)
+    assert not caplog.records
 
 
-async def test_one_hosts_watches_are_bounded_and_streams_have_room_beside_them() -> None:
-    async with running(max_watches_per_client=NUM_STREAMS + 1) as edge:
-        stub = health_pb2_grpc.HealthStub(edge.channel)
+async def test_a_hosts_watches_are_bounded_and_one_connections_watches_keep_no_other_out() -> None:
+    """A further watch ends the oldest on the connection with most. Streams have room beside them."""
+    async with running(max_watches_per_client=NUM_STREAMS) as edge, grpc.aio.insecure_channel(edge.address) as other:
 
-        def watch() -> grpc.aio.UnaryStreamCall[Any, Any]:
+        async def watch(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall[Any, Any]:
+            stub = health_pb2_grpc.HealthStub(channel)
             call: grpc.aio.UnaryStreamCall[Any, Any] = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+            assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
             return call
 
-        watches = [watch() for _ in range(NUM_STREAMS + 1)]
-        for each in watches:
-            await each.read()
-        refused = await error_of(watch())
-        assert refused[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        first, *rest = [await watch(edge.channel) for _ in range(NUM_STREAMS)]
+        others = await watch(other)
+
+        assert await first.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        rest.append(await watch(edge.channel))
+        assert await rest.pop(0).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await is_served(edge)
-        for each in watches:
+        await edge.server.set_ready(False)
+        for each in (*rest, others):
+            assert (await each.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             each.cancel()
         await until(lambda: num_handlers() == 0)
-        again = watch()
-        await again.read()
-        again.cancel()
 
 
 async def test_the_hosts_of_an_ipv6_network_share_the_bound_of_watches() -> None:
     health = HealthServicer(max_watches_per_client=1)
 
-    async def watch(host: int) -> None:
+    def watch(host: int) -> asyncio.Task[None]:
         context: Any = AloneContext(remaining_s=BOUND_S, peer=f"ipv6:%5B2001:db8::{host}%5D:5")
-        await health.Watch(health_pb2.HealthCheckRequest(), context)
+        return asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(), context))
 
-    watching = asyncio.create_task(watch(1))
+    first = watch(1)
     await asyncio.sleep(0)
+    second = watch(2)
     with pytest.raises(grpc.aio.AbortError):
-        await asyncio.wait_for(watch(2), BOUND_S)
-    watching.cancel()
+        await asyncio.wait_for(first, BOUND_S)
+    second.cancel()
 
 
 # ---- handoffs -------------------------------------------------------------------------------------------------------
