@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import time
@@ -26,6 +27,8 @@ _EXHAUSTED_S = 0.5
 Meanwhile asyncio logs one error only, and it tries again a second later.
 """
 _LOG_INTERVAL_S = 10.0
+_MAX_REFUSED = 64
+"""Most refused connections that stay open at a time. Their descriptors are not among those of `max_connections`."""
 
 _log = structlog.get_logger(__name__)
 
@@ -184,13 +187,15 @@ class BoundedListener(socket.socket):
     replaced one, and for a while after the process ran out of descriptors or memory.
     """
 
-    def __init__(self, listener: socket.socket, *, connections: OpenConnections, is_tls: bool) -> None:
-        """Takes over the descriptor of `listener`, which cannot be used after that."""
+    def __init__(self, listener: socket.socket, *, connections: OpenConnections, is_tls: bool, linger_s: float) -> None:
+        """Takes over the descriptor of `listener`, which cannot be used after that. Refused connections stay open for
+        reading for up to `linger_s`.
+        """
         family, kind, protocol = listener.family, listener.type, listener.proto
         super().__init__(family, kind, protocol, fileno=listener.detach())
         self._connections = connections
         self._is_tls = is_tls
-        self._refusal = b"" if is_tls else _refusal()
+        self._refused = _RefusedConnections(b"" if is_tls else _refusal(), linger_s=linger_s)
         self._exhausted_until_s = 0.0
         self._waits_for_room = False
 
@@ -208,7 +213,7 @@ class BoundedListener(socket.socket):
         client = network_of(address[0])
         match self._connections.add(descriptor, client, close=connection.end):
             case ConnectionRoom.NONE:
-                self._refuse(connection)
+                self._refused.add(connection)
                 raise BlockingIOError
             case ConnectionRoom.MADE:
                 self._waits_for_room = True  # the event loop closes the replaced connection in its next iteration
@@ -219,13 +224,54 @@ class BoundedListener(socket.socket):
         connection.on_close = partial(self._connections.remove, descriptor)
         return connection, address
 
-    def _refuse(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            connection.setblocking(False)
-            connection.send(self._refusal)
+    def close(self) -> None:
+        super().close()
+        self._refused.close()
+
+
+class _RefusedConnections:
+    """Answers refused connections, and drops what comes on them until their clients close them.
+
+    Otherwise the system would discard the answer when the rest of a request comes. A connection is closed after
+    `linger_s` at the latest, and earlier if it is the oldest of more than _MAX_REFUSED. Use it on the event loop only.
+    """
+
+    def __init__(self, answer: bytes, *, linger_s: float) -> None:
+        self._answer = answer
+        self._linger_s = linger_s
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[socket.socket, asyncio.TimerHandle] = {}  # with the timers that close them, the oldest first
+
+    def add(self, connection: socket.socket) -> None:
+        if len(self._open) == _MAX_REFUSED:
+            self._close(next(iter(self._open)))
+        self._open[connection] = self._loop.call_later(self._linger_s, self._close, connection)
+        connection.setblocking(False)
+        self._loop.add_reader(connection, self._read, connection)
+        try:
+            connection.send(self._answer)
             connection.shutdown(socket.SHUT_WR)
-            # Reads the request, because closing a socket with unread data would discard the answer.
-            connection.recv(64 << 10)
+        except OSError:  # the client has left
+            self._close(connection)
+
+    def close(self) -> None:
+        for connection in tuple(self._open):
+            self._close(connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            has_more = bool(connection.recv(64 << 10))
+        except BlockingIOError:
+            return
+        except OSError:
+            has_more = False
+        if not has_more:
+            self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        self._open.pop(connection).cancel()
+        self._loop.remove_reader(connection)
+        connection.close()
 
 
 class _Connection(socket.socket):

@@ -125,6 +125,7 @@ class GatewayServer:
             timeout_graceful_shutdown=_CLOSE_GRACE_S,
             ssl_context_factory=None if tls is None else lambda *_: tls,
         )
+        self._limits = limits
         self._http = _HttpServer(config, handshake_timeout_s=limits.head_timeout_s)
         self._serving: asyncio.Task[None] | None = None
 
@@ -134,6 +135,7 @@ class GatewayServer:
             _listen(self._settings.listen),
             connections=self._connections,
             is_tls=self._settings.tls_cert is not None,
+            linger_s=self._limits.head_timeout_s,
         )
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         while not self._http.started and not self._serving.done():  # noqa: ASYNC110 - uvicorn tells it in no other way

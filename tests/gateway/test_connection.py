@@ -26,7 +26,7 @@ import gateway.main
 from common.config.settings import GatewaySettings
 from gateway.connection import bounded_connections
 from gateway.limits import HttpLimits
-from gateway.listener import ConnectionRoom, OpenConnections
+from gateway.listener import BoundedListener, ConnectionRoom, OpenConnections
 from gateway.sending import SLICE_BYTES, EventStreamWriter, JsonResponse, ServerEvent
 from tests.client.scripted_inference import ScriptedServer, delta, finished, started
 from tests.gateway.gateway_here import BODY, Answer, GatewayHere, gateway_here, post
@@ -400,6 +400,51 @@ def test_where_all_have_a_request_others_are_told_when_to_come_again(
     told = answers[-1]
     assert (told.status, told.error["code"], told.headers["retry-after"]) == (503, "unavailable", "1")
     assert full(lines) == ["connections_full"]
+
+
+def test_who_is_refused_while_its_body_is_on_the_way_gets_the_answer(own_loop: LoopThread) -> None:
+    """What comes is dropped for a while, on a few such connections at a time."""
+    taken = OpenConnections(max_connections=1)
+    taken.add(-1, "other", close=lambda: None)
+
+    async def listen() -> asyncio.Server:
+        bound = socket.create_server(("127.0.0.1", 0))
+        listener = BoundedListener(bound, connections=taken, is_tls=False, linger_s=LONG_S)
+        return await asyncio.get_running_loop().create_server(asyncio.Protocol, sock=listener)
+
+    async def close(server: asyncio.Server) -> None:
+        server.close()
+
+    def is_closed(connection: socket.socket) -> bool:
+        try:
+            connection.sendall(b"x")
+        except ConnectionError:
+            return True
+        return False
+
+    server = own_loop.run(listen())
+    address = server.sockets[0].getsockname()
+    with ExitStack() as stack:
+        stack.callback(lambda: own_loop.run(close(server)))
+
+        def refused() -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(address, BOUND_S))
+            connection.sendall(post(BODY))
+            return connection
+
+        first = refused()
+        first.sendall(bytes(32 << 20))
+        assert first.recv(64 << 10).startswith(b"HTTP/1.1 503 ")
+
+        last = [refused() for _ in range(100)][-1]
+        wait_until(lambda: is_closed(first))
+        assert last.recv(64 << 10).startswith(b"HTTP/1.1 503 ")
+        assert not is_closed(last)
+        own_loop.skip(LONG_S)
+        wait_until(lambda: is_closed(last))
+        another = refused()
+        own_loop.run(close(server))
+        wait_until(lambda: is_closed(another))
 
 
 @pytest.mark.usefixtures("few")
