@@ -105,7 +105,8 @@ async def opened_edge(
         instance_id=plan.instance_id,
         limits=ServerLimits(
             max_message_bytes=settings.max_request_bytes,
-            max_streams=settings.max_streams,
+            # An eighth for the extra places of FairPlaces, another for requests that arrive or are being refused.
+            max_streams=max(settings.max_streams, plan.max_live * 5 // 4),
             max_connections=max_connections(),
             connection_age_s=CONNECTION_AGE_S,
         ),
