@@ -164,7 +164,7 @@ class ServiceSettings(ProcessSettings):
     priority_step_s: Seconds = DEFAULT_AGEING.step_s
     """For every so many seconds that a request waits, its priority gets better by one."""
     max_streams: Positive = 1024
-    """Most open streams of each streaming method; more are refused. On decode at least 5/4 of the most live requests."""
+    """Most open streams of a streaming method; more are refused. On decode at least 5/4 of the most live requests."""
 
     @field_validator("draft")
     @classmethod
