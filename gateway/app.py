@@ -48,7 +48,7 @@ _BODIES: Mapping[str, type[RequestFields]] = {
     "/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
 }
-HEALTH_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 4.0  # more than ANSWER_TIMEOUT_S, so that another service is asked; less than probes wait
 
 
 def build_app(

@@ -310,8 +310,7 @@ class AsyncClient:
         """Calls a method of a server, and returns its answer. If the server is full, cannot be reached or sends no head
         of an answer in time, another one is asked. Raises BatonError.
         """
-        in_all_s = max(0.0, self._rpc_timeout_s if timeout_s is None else bounded_s("timeout_s", timeout_s))
-        answer_timeout_s = min(ANSWER_TIMEOUT_S, in_all_s / 2)
+        in_all_s = self._rpc_timeout_s if timeout_s is None else bounded_s("timeout_s", timeout_s)
         give_up_s = time.monotonic() + in_all_s
         avoided: set[Server] = set()
         errors: dict[Server, BatonError] = {}
@@ -321,9 +320,9 @@ class AsyncClient:
             left_s = max(0.0, give_up_s - time.monotonic())
             try:
                 call = method_of(server)(request, timeout=left_s)
-                if left_s <= answer_timeout_s or await _answers(call, answer_timeout_s):
+                if left_s <= ANSWER_TIMEOUT_S or await _answers(call, ANSWER_TIMEOUT_S):
                     return await _only_answer(call)
-                errors[server] = self._servers.note_hung(server, answer_timeout_s)
+                errors[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
                 self._servers.avoid(server, avoided)
             except asyncio.CancelledError:
                 if _is_task_cancelled():

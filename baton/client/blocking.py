@@ -336,8 +336,7 @@ class Client:
         """Calls a method of a server, and returns its answer. If the server is full, cannot be reached or sends no head
         of an answer in time, another one is asked. Raises BatonError.
         """
-        in_all_s = max(0.0, self._rpc_timeout_s if timeout_s is None else bounded_s("timeout_s", timeout_s))
-        answer_timeout_s = min(ANSWER_TIMEOUT_S, in_all_s / 2)
+        in_all_s = self._rpc_timeout_s if timeout_s is None else bounded_s("timeout_s", timeout_s)
         give_up_s = time.monotonic() + in_all_s
         avoided: set[Server] = set()
         errors: dict[Server, BatonError] = {}
@@ -347,9 +346,9 @@ class Client:
             left_s = max(0.0, give_up_s - time.monotonic())
             try:
                 call = method_of(server)(request, timeout=left_s)
-                if left_s <= answer_timeout_s or _answers(call, answer_timeout_s):
+                if left_s <= ANSWER_TIMEOUT_S or _answers(call, ANSWER_TIMEOUT_S):
                     return _only_answer(call)
-                errors[server] = self._servers.note_hung(server, answer_timeout_s)
+                errors[server] = self._servers.note_hung(server, ANSWER_TIMEOUT_S)
                 self._servers.avoid(server, avoided)
             except grpc.RpcError as failure:
                 self._servers.pass_on(server, failure, avoided, errors)

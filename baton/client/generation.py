@@ -167,7 +167,7 @@ class Generation:
             self._waiting_since_s = self._clock()
         if self._limit_s is None:
             return READY_TIMEOUT_S
-        return min(ANSWER_TIMEOUT_S, self._limit_s / 2) if self._waits_for_a_place else ANSWER_TIMEOUT_S
+        return min(ANSWER_TIMEOUT_S, self._limit_s) if self._waits_for_a_place else ANSWER_TIMEOUT_S
 
     def answered(self) -> None:
         """Must be called when the head of the current call's answer has come."""

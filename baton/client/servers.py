@@ -69,7 +69,6 @@ calls, and would attract all requests.
 """
 ANSWER_TIMEOUT_S = 2.5
 """How long a server may take, in seconds, until it sends the head of its answer to a call, if another call may follow.
-It is half of the time for all calls together if that is less, so that another server has time to answer.
 
 Servers send the head before they do any work, so a server that sends none hangs, or cannot be reached.
 """

@@ -109,9 +109,10 @@ def _more_ends(keys: Metadata, num_tokens: int) -> list[int]:
 def _ends_by_name(tokens: list[str], types: list[int]) -> list[int]:
     """Returns the ids of the control and user-defined tokens whose names show that they end an output.
 
-    `types`, which may be empty, has the type of each token. Ordinary text may be a token with such a name too.
+    `types` has the type of each token. Ordinary text may be a token with such a name too. If `types` is empty, all
+    tokens count as control tokens.
     """
-    typed = enumerate(zip(tokens, types, strict=False))
+    typed = enumerate(zip(tokens, types or [_CONTROL] * len(tokens), strict=False))
     ids = {token: token_id for token_id, (token, kind) in typed if kind in (_CONTROL, _USER_DEFINED)}
     names = _END_NAMES if ids.keys().isdisjoint(_ENDS_BESIDE_MESSAGES) else _END_NAMES - {_MESSAGE_END}
     return [token_id for token, token_id in ids.items() if token in names]

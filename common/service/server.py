@@ -237,9 +237,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     """The grpc.health.v1 service of a server whose service names are known beforehand. Use it from the event loop only.
 
     A watcher that does not read delays neither `set` nor other watchers, and is dropped after a timeout. The number of
-    watches per client, as addresses tell them apart, is limited. A client that has all it may gets a further one in
-    place of another, which fails with RESOURCE_EXHAUSTED: the oldest on that of its connections with most watches. So a
-    caller that opens many locks out no other caller at its address.
+    watches per client, as addresses tell them apart, is limited. If a client has all it may, a further one takes the
+    place of the oldest on that of its connections with most, or fails if its own connection has as many; which of the
+    two ends, ends with RESOURCE_EXHAUSTED. So no connection with many locks out other callers at its address.
 
     (The servicer in grpcio-health-checking holds a lock while it writes, and every later change of the status waits for
     it.)
@@ -267,28 +267,35 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         await begin_answer(context)
+        client, connection = BY_ADDRESS(context), str(context.peer())
+        full = Overloaded(f"{self._max_watches_per_client} watches of this client are open")
+        if not self._make_room(client, connection):
+            await abort_with(context, full)
         try:
             async with asyncio.timeout(None) as watch:
-                with self._counted(watch, context):
+                with self._counted(watch, client, connection):
                     await self._write_changes(request.service, context)
         except TimeoutError:
-            if watch.expired():
-                await abort_with(context, Overloaded(f"{self._max_watches_per_client} watches of this client are open"))
-            await abort_with(context, RequestCancelled("the watcher reads nothing"))
+            await abort_with(context, full if watch.expired() else RequestCancelled("the watcher reads nothing"))
+
+    def _make_room(self, client: str, connection: str) -> bool:
+        """Ends a watch of the client if it has all it may: the oldest on that of its connections with most. Returns
+        False, and ends none, if no other connection would keep as many watches as this one would have.
+        """
+        of_client = self._watches.get(client, {})
+        if sum(map(len, of_client.values())) < self._max_watches_per_client:
+            return True
+        fullest = max(of_client, key=lambda each: len(of_client[each]))
+        if len(of_client[fullest]) <= len(of_client.get(connection, ())) + 1:
+            return False
+        oldest = next(iter(of_client[fullest]))
+        self._forget(client, fullest, oldest)
+        oldest.reschedule(asyncio.get_running_loop().time())
+        return True
 
     @contextmanager
-    def _counted(self, watch: asyncio.Timeout, context: Context) -> Iterator[None]:
-        """Counts `watch` among those of the context's connection while the block runs.
-
-        Ends another watch of the client first if it has all it may.
-        """
-        client, connection = BY_ADDRESS(context), str(context.peer())
-        of_client = self._watches.get(client, {})
-        if sum(map(len, of_client.values())) >= self._max_watches_per_client:
-            fullest = max(of_client, key=lambda each: len(of_client[each]))
-            oldest = next(iter(of_client[fullest]))
-            self._forget(client, fullest, oldest)
-            oldest.reschedule(asyncio.get_running_loop().time())
+    def _counted(self, watch: asyncio.Timeout, client: str, connection: str) -> Iterator[None]:
+        """Counts `watch` among those of a client's connection while the block runs."""
         self._watches.setdefault(client, {}).setdefault(connection, {})[watch] = None
         try:
             yield

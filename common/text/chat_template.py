@@ -340,6 +340,10 @@ class ChatTemplates:
         return template.render(messages, options, max_chars=max_chars)
 
     @property
+    def uses_tool_use(self) -> bool:
+        return self._with_tools is not self._default
+
+    @property
     def variables(self) -> Sequence[str]:
         """The names of the variables that a request may set, of any of the templates."""
         return sorted({*self._default.variables, *self._with_tools.variables})

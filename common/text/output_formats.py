@@ -90,14 +90,15 @@ def shows_calls(source: str) -> bool:
     return _shown(source) is not None
 
 
-def format_of_template(source: str) -> OutputFormat:
-    """Returns the format of the models with this chat template.
+def format_of_template(source: str, *others: str) -> OutputFormat:
+    """Returns the format of the models with this chat template for chats with tools, and `others` for other chats.
 
     A template without tools gets the Hermes format, because such models are told to write calls in that form. The
-    format has no reasoning if the template does not contain the markers of reasoning.
+    format has no reasoning if no template contains the markers of reasoning.
     """
     form = _shown(source) or HERMES
-    reasons = form.reasoning is not None and (form.reasoning.opens in source or form.reasoning.closes in source)
+    markers = () if form.reasoning is None else (form.reasoning.opens, form.reasoning.closes)
+    reasons = any(marker in each for marker in markers for each in (source, *others))
     return form if reasons else replace(form, reasoning=None)
 
 

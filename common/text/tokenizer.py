@@ -6,6 +6,7 @@ Any member may be used from any thread, because nothing changes after constructi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -171,6 +172,17 @@ class TextTokenizer(TokenDecoder, PromptEncoder):
         if tool_use is not None and not shows_calls(tool_use):
             tool_use = None
         return TemplateTexts(source, dict(self._pretrained.special_tokens_map), tool_use)
+
+    def template_sources(self) -> Sequence[str]:
+        """Returns the source of the template for chats with tools and, if another one is for other chats, that one's.
+        Raises ChatRefused without a template.
+        """
+        source, _, tool_use = self.chat_template()
+        if tool_use is not None:
+            with suppress(ChatRefused, TextTooLong):  # of the other one, which refuses all chats
+                if self._chat_templates.uses_tool_use:
+                    return tool_use, source
+        return (source,)
 
     def chat_template_variables(self) -> Sequence[str]:
         """Returns the templates' variables that a request may set. Raises ChatRefused without a template."""

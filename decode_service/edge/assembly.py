@@ -179,7 +179,6 @@ def output_format_of(settings: DecodeSettings, tokenizer: TextTokenizer) -> Outp
     if settings.output_format != "auto":
         return FORMATS[settings.output_format]
     try:
-        source, _, tool_use = tokenizer.chat_template()
+        return format_of_template(*tokenizer.template_sources())
     except ChatRefused:
         return NONE
-    return format_of_template(source + (tool_use or ""))

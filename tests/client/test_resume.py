@@ -260,20 +260,6 @@ def test_once_it_is_admitted_it_has_the_longer_time() -> None:
         generation.pause_s_after(lost)
 
 
-def test_a_server_that_hangs_leaves_another_time_to_accept_the_request() -> None:
-    now_s = 0.0
-    generation = Generation(
-        inference_pb2.GenerateRequest(),
-        timeout_s=None,
-        resume_timeout_s=60.0,
-        admission_timeout_s=2.0,
-        clock=lambda: now_s,
-    )
-    generation.next_call()
-    now_s = generation.begin_wait_for_answer() + 0.1
-    assert generation.pause_s_after(errors.Unavailable("hangs")) == 0.0
-
-
 @pytest.mark.parametrize(("told", "num_calls"), [({"retry_after_s": "0"}, 2), ({"retry_after_s": "7"}, 1), ({}, 1)])
 async def test_with_a_time_for_admission_it_comes_again_when_it_was_told_to(
     server: ScriptedServer, make_client: MakeClient, told: dict[str, str], num_calls: int

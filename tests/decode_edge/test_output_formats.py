@@ -52,10 +52,19 @@ def test_the_setting_replaces_what_the_template_tells(setting: str, form: Output
     assert output_format_of(settings, byte_level()) == form
 
 
-def test_a_template_of_tools_tells_the_family_too() -> None:
+@pytest.mark.parametrize(
+    ("tool", "form"),
+    [("{{ tool | tojson }}", MISTRAL), ("{{ tool.function.name }}", HERMES)],
+    ids=["used", "it leaves out parameters"],
+)
+def test_a_template_of_tools_tells_the_family_if_it_is_used(tool: str, form: OutputFormat) -> None:
     settings = DecodeSettings.model_validate({"model": "demo"})
-    tokenizer = byte_level(chat_template={"default": "<think></think>", "tool_use": "[TOOL_CALLS]{{ tools }}"})
-    assert output_format_of(settings, tokenizer).name == MISTRAL.name
+    each = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tools = f"[TOOL_CALLS]{{% for tool in tools or [] %}}{tool}{{% endfor %}}{each}"
+    told = output_format_of(
+        settings, byte_level(chat_template={"default": f"<think></think>{each}", "tool_use": tools})
+    )
+    assert (told.name, told.reasoning is None) == (form.name, form is MISTRAL)
 
 
 def test_a_model_without_a_template_has_no_format() -> None:

@@ -771,7 +771,7 @@ def test_a_gemma_tokenizer_finds_whole_what_its_file_defines(
         ({"tokenizer.ggml.eot_token_id": END_ID}, (END_ID,)),
         ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.eot_token_id": 9}, (9, END_ID)),
         ({"tokenizer.ggml.eos_token_ids": [END_ID, 9, 10]}, (END_ID, 9, 10)),
-        ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.token_type": None}, ()),
+        ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.token_type": None}, (END_ID,)),  # by its name
     ],
 )
 def test_output_ends_with_every_end_that_the_file_names(

@@ -365,7 +365,12 @@ async def test_a_health_watcher_that_reads_nothing_delays_nobody_and_is_dropped(
 
 async def test_a_hosts_watches_are_bounded_and_one_connections_watches_keep_no_other_out() -> None:
     """A further watch ends the oldest on the connection with most. Streams have room beside them."""
-    async with running(max_watches_per_client=NUM_STREAMS) as edge, grpc.aio.insecure_channel(edge.address) as other:
+    alone = [("grpc.use_local_subchannel_pool", 1)]
+    async with (
+        running(max_watches_per_client=NUM_STREAMS) as edge,
+        grpc.aio.insecure_channel(edge.address, options=alone) as other,
+        grpc.aio.insecure_channel(edge.address, options=alone) as third,
+    ):
 
         async def watch(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall[Any, Any]:
             stub = health_pb2_grpc.HealthStub(channel)
@@ -373,15 +378,16 @@ async def test_a_hosts_watches_are_bounded_and_one_connections_watches_keep_no_o
             assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
             return call
 
-        first, *rest = [await watch(edge.channel) for _ in range(NUM_STREAMS)]
-        others = await watch(other)
+        before = await watch(third)
+        first, *rest = [await watch(edge.channel) for _ in range(NUM_STREAMS - 1)]
+        others = [before, await watch(other)]
 
         assert await first.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        rest.append(await watch(edge.channel))
-        assert await rest.pop(0).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        refused = health_pb2_grpc.HealthStub(edge.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert await refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, "its connection has most"
         await is_served(edge)
         await edge.server.set_ready(False)
-        for each in (*rest, others):
+        for each in (*rest, *others):
             assert (await each.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             each.cancel()
         await until(lambda: num_handlers() == 0)
@@ -396,10 +402,9 @@ async def test_the_hosts_of_an_ipv6_network_share_the_bound_of_watches() -> None
 
     first = watch(1)
     await asyncio.sleep(0)
-    second = watch(2)
     with pytest.raises(grpc.aio.AbortError):
-        await asyncio.wait_for(first, BOUND_S)
-    second.cancel()
+        await asyncio.wait_for(watch(2), BOUND_S)
+    first.cancel()
 
 
 # ---- handoffs -------------------------------------------------------------------------------------------------------
