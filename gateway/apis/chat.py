@@ -56,7 +56,7 @@ of LiteLLM to an answer, which they send back with it. They are ignored.
 """
 _MAX_NAME_CHARS = 64
 _TEXT = {"text": "text"}
-_SAID = {**_TEXT, "refusal": "refusal"}
+_SAID = {**_TEXT, "refusal": "refusal", "thinking": "thinking"}
 
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
 
@@ -372,7 +372,7 @@ def _said_by_assistant(place: str, message: dict[str, Any], *, has_calls: bool) 
             refuse_other_fields(where, part, _THINKING_FIELDS)
             thoughts.append(text_of(f"{where}.thinking", part.get("thinking"), _TEXT))
         else:
-            texts.append(part_text(where, part, {**_SAID, "thinking": "thinking"}))
+            texts.append(part_text(where, part, _SAID))
     text = "\n".join(texts)
     return "\n".join(filter(None, (text, refusal))), "\n".join(thoughts)
 

@@ -403,7 +403,7 @@ def test_where_all_have_a_request_others_are_told_when_to_come_again(
 
 
 def test_who_is_refused_while_its_body_is_on_the_way_gets_the_answer(own_loop: LoopThread) -> None:
-    """What comes is dropped for a while, on a few such connections at a time."""
+    """The listener reads and drops the rest of a refused request for a while, on few connections at a time."""
     taken = OpenConnections(max_connections=1)
     taken.add(-1, "other", close=lambda: None)
 

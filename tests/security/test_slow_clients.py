@@ -287,11 +287,16 @@ async def test_a_generation_that_nobody_reads_ends_and_holds_nothing(
         assert not any(stalled.of(stream, DATA) for stream in streams)
         assert not caplog.records
         await is_served(edge)
-        for stream in streams:
-            stalled.send(frame(WINDOW_UPDATE, 0, stream, (1 << 16).to_bytes(4, "big")))
-        await until(lambda: all(stalled.has_ended(stream) for stream in streams))
+        await read_to_the_end(stalled, streams)
         await stalled.close()
         await until(lambda: num_streams() == 0)
+
+
+async def read_to_the_end(stalled: RawHttp2, streams: Sequence[int]) -> None:
+    """Takes what the server has sent on these streams, which waits for room in their windows."""
+    for stream in streams:
+        stalled.send(frame(WINDOW_UPDATE, 0, stream, (1 << 16).to_bytes(4, "big")))
+    await until(lambda: all(stalled.has_ended(stream) for stream in streams))
 
 
 async def test_a_single_answer_that_nobody_reads_is_given_up(
@@ -308,9 +313,7 @@ async def test_a_single_answer_that_nobody_reads_is_given_up(
     assert not any(stalled.of(stream, DATA) for stream in streams)
     assert not caplog.records
     await is_served(edge)
-    for stream in streams:
-        stalled.send(frame(WINDOW_UPDATE, 0, stream, (1 << 16).to_bytes(4, "big")))
-    await until(lambda: all(stalled.has_ended(stream) for stream in streams))
+    await read_to_the_end(stalled, streams)
     assert all(b"took no answer" in b"".join(stalled.of(stream, HEADERS)) for stream in streams)
 
 
